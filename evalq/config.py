@@ -1,0 +1,414 @@
+"""Schemas of the configuration: one flat dataclass per group of conf/, checked before anything starts.
+
+Loading a config does no input or output. `check` lists every problem at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from evalq.errors import ConfigError
+
+ORIGINS = ("checkpoint", "engine", "evalq")
+KV_DTYPES = (
+    "bfloat16",
+    "float16",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "fp8_ds_mla",
+    "int8_per_token_head",
+    "fp8_per_token_head",
+)
+WEIGHT_BITS = (2, 3, 4, 8)
+STRATEGIES = ("tensor", "channel", "group", "token", "block")
+
+
+@dataclass
+class ModelConfig:
+    """A model: where its weights are, how its windows start, what its architecture is (Hugging Face config.json words)."""
+
+    name: str = "???"
+    source: str = "hub"  # hub | package (weights that an installed Python package carries) | path
+    hub_id: str | None = None
+    revision: str | None = None  # commit or tag of the hub; text, also when it looks like a number
+    package: str | None = None  # Python package that carries a GGUF file, for source=package
+    path: str | None = None  # a checkpoint folder of your own; wins over `source`
+    bos: str = "???"  # always | never: whether a scoring window starts with exactly one BOS token
+    dtype: str = "bfloat16"
+    trust_remote_code: bool = False
+    max_perplexity: float = 200.0  # word perplexity above this stops the run: wrong BOS, tokenizer or weights
+    arch: dict[str, Any] = field(default_factory=dict)  # the keys of config.json that the planner reads
+    engine_needs: dict[str, Any] = field(default_factory=dict)  # engine arguments this model needs everywhere
+    rocm_needs: dict[str, Any] = field(default_factory=dict)  # engine arguments and env_ variables on AMD GPUs
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class QuantArgs:
+    """compressed-tensors' QuantizationArgs, the part evalq uses."""
+
+    num_bits: int = 8
+    type: str = "int"  # int | float
+    strategy: str = "channel"  # one of STRATEGIES
+    group_size: int | None = None
+    symmetric: bool = True
+    dynamic: bool = False
+
+
+@dataclass
+class QuantGroup:
+    """compressed-tensors' QuantizationScheme: which layers, which weights, which activations (null = 16 bit)."""
+
+    targets: list[str] = field(default_factory=list)
+    weights: QuantArgs | None = None
+    input_activations: QuantArgs | None = None
+
+
+@dataclass
+class QuantConfig:
+    """A scheme. `kv_cache_dtype` is always explicit; "auto" never reaches the engine."""
+
+    name: str = "???"
+    origin: str = "checkpoint"  # checkpoint (as it is) | engine (online) | evalq (made by evalq)
+    engine_quantization: str | None = None  # vLLM's --quantization, for origin=engine
+    kv_cache_dtype: str = "???"
+    kv_scale_source: str = "none"  # what the scheme claims: none | default 1.0 | checkpoint | computed
+    groups: dict[str, QuantGroup] = field(default_factory=dict)
+    ignore: list[str] = field(default_factory=list)  # modules that stay 16 bit (names or re:patterns)
+    method: str = "rtn"  # how evalq rounds: rtn = to nearest, with a clipping search
+    clip_search: bool = True  # per-group search of the clipping range that minimises squared error
+    needs: list[str] = field(default_factory=list)  # hardware capabilities, by the names of evalq.facts.gpus
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class GpuConfig:
+    """Where it runs. name=auto takes what is there; facts about each name are in evalq.facts.gpus."""
+
+    name: str = "auto"
+    count: int = 1
+    memory_utilization: float = 0.9  # share of device memory the engine may take (GPU)
+    cpu_kv_cache_gib: int = 2  # KV pool on the CPU engine, whole GiB
+    cpu_threads: str | None = None  # cores the CPU engine is bound to, e.g. "0-1"; null = all that this process may use
+
+
+@dataclass
+class EngineConfig:
+    """Arguments of vLLM. Scheduler limits are always explicit, so that they are equal in all cells."""
+
+    name: str = "default"
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    max_model_len: int | None = None  # tokens; null = the largest window the tasks need, and a little more
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 8192
+    block_size: int | None = None  # tokens; null = the engine's own default for the device
+    enforce_eager: bool = False
+    attention_backend: str | None = None
+    enable_prefix_caching: bool = False
+    enable_chunked_prefill: bool = True
+    load_format: str = "auto"  # auto | dummy (random weights: memory and speed only, never quality)
+    seed: int = 0
+    start_timeout_seconds: float = 1800.0
+    stall_timeout_seconds: float = 1200.0  # no sign of progress for this long ends the cell
+    extra: dict[str, Any] = field(default_factory=dict)  # further vLLM arguments, passed as they are
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class DataConfig:
+    """Where evaluation data comes from: embedded | local | hub. Never swapped in silence."""
+
+    name: str = "embedded"
+    root: str | None = None  # folder for `local`; null = $EVALQ_DATA
+    revisions: dict[str, str] = field(default_factory=dict)  # pinned hub revisions by dataset id
+
+
+@dataclass
+class TasksConfig:
+    """What is scored. A limit of null means all items; windows are constants of the task, in tokens."""
+
+    name: str = "default"
+    perplexity: bool = True
+    perplexity_window: int = 2048  # tokens: 1 of context + 2047 scored
+    perplexity_limit: int | None = None  # documents
+    hellaswag: bool = True
+    hellaswag_limit: int | None = None  # items
+    truthfulqa: bool = True
+    truthfulqa_limit: int | None = None  # items
+    extra: list[str] = field(default_factory=list)  # any lm-eval tasks
+    extra_limit: int | None = None
+    choice_window: int = 2048  # tokens
+    topk: int = 0  # log-probabilities kept per scored token for fidelity; 0 = target and top-1 only
+    keep_tokens: bool = True  # per-token log-probabilities of the perplexity documents
+    scorer: str = "hook"  # hook (inside the engine) | prompt_logprobs (the engine's public interface)
+
+
+@dataclass
+class LoadConfig:
+    """A first throughput figure: fixed lengths, warm-up outside the window."""
+
+    name: str = "smoke"
+    enabled: bool = True
+    requests: int = 16
+    input_tokens: int = 64
+    output_tokens: int = 32
+    repeats: int = 3
+    warmup_requests: int = 4
+
+
+@dataclass
+class GateConfig:
+    """The release policy. Shares are text: a fraction ("0.01") or a percent ("1.0%"); a bare 1.5 is refused."""
+
+    name: str = "default"
+    metric: str = "word_perplexity"
+    target: str = "1.0%"  # increase over the baseline that passes
+    limit: str = "1.5%"  # increase never exceeded
+    confidence: float = 0.95
+    strict: bool = False  # true: PASS with a warning becomes FAIL
+    suspect_improvement: str = "2.0%"  # better than the baseline by more than this and than noise = SUSPECT
+    min_documents: int = 10
+    required_tasks: list[str] = field(default_factory=lambda: ["wikitext", "hellaswag", "truthfulqa_mc1", "truthfulqa_mc2"])
+    task_margins: dict[str, str] = field(default_factory=dict)  # task -> accuracy margin that the report compares with
+    required_margins: list[str] = field(default_factory=list)  # tasks whose margin gates rather than advises
+    conditions: list[str] = field(default_factory=list)  # e.g. "weight_bytes <= 70%"
+    aa_floor: bool = False  # require an A/A record
+
+
+@dataclass
+class TrackingConfig:
+    """MLflow. A sink: nothing measured waits for it."""
+
+    enabled: bool = True
+    uri: str | None = None  # null = sqlite file under paths.root
+    experiment: str | None = None  # null = "<model> on <gpu>"
+    study: str | None = None  # name of the parent run; null = made from the cells
+    timeout_seconds: float = 10.0
+
+
+@dataclass
+class PathsConfig:
+    """Where things go. Relative paths are relative to `root`, from wherever evalq is called."""
+
+    root: str = "???"
+    records: str = "records"
+    checkpoints: str = "checkpoints"
+    models: str = "models"
+    mlflow_db: str = "mlflow.db"
+
+
+@dataclass
+class RunConfig:
+    """One cell, composed."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    quant: QuantConfig = field(default_factory=QuantConfig)
+    gpu: GpuConfig = field(default_factory=GpuConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    paths: PathsConfig = field(default_factory=PathsConfig)
+    reuse_baseline: bool = True
+    progress: bool = True
+
+
+GROUPS: dict[str, type] = {
+    "model": ModelConfig,
+    "quant": QuantConfig,
+    "gpu": GpuConfig,
+    "engine": EngineConfig,
+    "data": DataConfig,
+    "tasks": TasksConfig,
+    "load": LoadConfig,
+    "gate": GateConfig,
+    "tracking": TrackingConfig,
+    "paths": PathsConfig,
+}
+
+
+def nearest(given: str, allowed: list[str] | tuple[str, ...]) -> str:
+    """A sentence part that lists what is allowed and, when something is close, what was probably meant."""
+    close = difflib.get_close_matches(given, allowed, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"{hint}allowed: {', '.join(sorted(allowed))}"
+
+
+def parse_share(text: str | float, name: str) -> float:
+    """A share as a fraction: "1.5%" -> 0.015, "0.015" -> 0.015.
+
+    Errors: ConfigError for text that is no number, NaN, infinite, negative, or 1 and more without a percent sign
+    (1.5 could mean 1.5 % or 150 %).
+    """
+    given = str(text).strip()
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*(%?)", given)
+    if not match:
+        raise ConfigError(f'{name}={given!r} is not a share; write a percent such as "1.5%" or a fraction such as 0.015')
+    value = float(match[1]) / (100.0 if match[2] else 1.0)
+    if not math.isfinite(value) or (not match[2] and value >= 1.0):
+        raise ConfigError(f'{name}={given!r} is ambiguous; write "{given}%" for a percent or a fraction below 1')
+    return value
+
+
+def config_hash(config: RunConfig) -> str:
+    """sha256 of the effective config of the cell: what changes no measurement (paths, tracking, gate) is left out."""
+    data = dataclasses.asdict(config)
+    for key in ("paths", "tracking", "gate", "progress", "reuse_baseline"):
+        data.pop(key)
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def check(config: RunConfig) -> None:
+    """Raise one ConfigError that lists every problem of the config; return when there is none."""
+    problems = [
+        *_check_model(config.model),
+        *_check_quant(config.quant),
+        *_check_numbers(config),
+        *_check_tasks(config),
+        *_check_gate(config.gate),
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _check_model(model: ModelConfig) -> list[str]:
+    problems = []
+    if model.bos not in ("always", "never"):
+        problems.append(f"model.bos={model.bos!r} is not always or never; say whether a window starts with BOS")
+    if model.source not in ("hub", "package", "path"):
+        problems.append(f"model.source={model.source!r}: {nearest(model.source, ('hub', 'package', 'path'))}")
+    if model.source == "hub" and not model.path and not model.hub_id:
+        problems.append(f"model {model.name} names neither hub_id nor path; give model.path=/your/checkpoint")
+    if model.source == "path" and not model.path:
+        problems.append(f"model {model.name} needs model.path=/your/checkpoint")
+    if model.dtype not in ("bfloat16", "float16", "float32"):
+        problems.append(f"model.dtype={model.dtype!r}: {nearest(model.dtype, ('bfloat16', 'float16', 'float32'))}")
+    return problems
+
+
+def _check_quant(quant: QuantConfig) -> list[str]:
+    problems = []
+    if quant.origin not in ORIGINS:
+        problems.append(f"quant.origin={quant.origin!r}: {nearest(quant.origin, ORIGINS)}")
+    if quant.kv_cache_dtype not in KV_DTYPES:
+        problems.append(
+            f"quant.kv_cache_dtype={quant.kv_cache_dtype!r} is not explicit enough or unknown: "
+            f"{nearest(quant.kv_cache_dtype, KV_DTYPES)}"
+        )
+    if quant.origin == "evalq" and not quant.groups:
+        problems.append(f"quant {quant.name} is made by evalq and has no groups; say which layers get what")
+    if quant.origin == "engine" and not quant.engine_quantization:
+        problems.append(f"quant {quant.name} is made by the engine and has no engine_quantization, e.g. fp8")
+    if quant.method != "rtn":
+        problems.append(f"quant.method={quant.method!r} is not available; allowed: rtn")
+    for name, group in quant.groups.items():
+        problems.extend(_check_group(f"quant.groups.{name}", group))
+    return problems
+
+
+def _check_group(where: str, group: QuantGroup) -> list[str]:
+    problems = []
+    if not group.targets:
+        problems.append(f"{where} has no targets; name layers or re:patterns")
+    if group.weights is None:
+        return [*problems, f"{where} has no weights; leave the group out to keep its layers at 16 bit"]
+    for part, args in (("weights", group.weights), ("input_activations", group.input_activations)):
+        if args is None:
+            continue
+        if args.type not in ("int", "float"):
+            problems.append(f"{where}.{part}.type={args.type!r}: {nearest(args.type, ('int', 'float'))}")
+        if args.strategy not in STRATEGIES:
+            problems.append(f"{where}.{part}.strategy={args.strategy!r}: {nearest(args.strategy, STRATEGIES)}")
+        if args.num_bits not in WEIGHT_BITS:
+            problems.append(f"{where}.{part}.num_bits={args.num_bits} is not one of {', '.join(map(str, WEIGHT_BITS))}")
+        if (args.strategy == "group") != (args.group_size is not None):
+            problems.append(f"{where}.{part}: strategy=group and group_size go together; set both or neither")
+        if args.group_size is not None and args.group_size <= 0:
+            problems.append(f"{where}.{part}.group_size={args.group_size} must be above 0; use 32, 64 or 128")
+    return problems
+
+
+def _check_numbers(config: RunConfig) -> list[str]:
+    problems = []
+    positive = {
+        "gpu.count": config.gpu.count,
+        "gpu.cpu_kv_cache_gib": config.gpu.cpu_kv_cache_gib,
+        "engine.tensor_parallel_size": config.engine.tensor_parallel_size,
+        "engine.pipeline_parallel_size": config.engine.pipeline_parallel_size,
+        "engine.max_model_len": config.engine.max_model_len,
+        "engine.max_num_seqs": config.engine.max_num_seqs,
+        "engine.max_num_batched_tokens": config.engine.max_num_batched_tokens,
+        "engine.block_size": config.engine.block_size,
+        "engine.start_timeout_seconds": config.engine.start_timeout_seconds,
+        "engine.stall_timeout_seconds": config.engine.stall_timeout_seconds,
+        "tasks.perplexity_limit": config.tasks.perplexity_limit,
+        "tasks.hellaswag_limit": config.tasks.hellaswag_limit,
+        "tasks.truthfulqa_limit": config.tasks.truthfulqa_limit,
+        "tasks.extra_limit": config.tasks.extra_limit,
+        "load.requests": config.load.requests,
+        "load.input_tokens": config.load.input_tokens,
+        "load.output_tokens": config.load.output_tokens,
+        "load.repeats": config.load.repeats,
+        "tracking.timeout_seconds": config.tracking.timeout_seconds,
+    }
+    for name, value in positive.items():
+        if value is not None and not (math.isfinite(value) and value > 0):
+            problems.append(f"{name}={value} must be above 0")
+    if not 0.0 < config.gpu.memory_utilization <= 1.0:
+        problems.append(f"gpu.memory_utilization={config.gpu.memory_utilization} must be above 0 and at most 1")
+    for name, window in (
+        ("tasks.perplexity_window", config.tasks.perplexity_window),
+        ("tasks.choice_window", config.tasks.choice_window),
+    ):
+        if window < 16:
+            problems.append(f"{name}={window} tokens is too short to score anything; use 16 or more")
+    if config.engine.load_format not in ("auto", "dummy"):
+        problems.append(
+            f"engine.load_format={config.engine.load_format!r}: {nearest(config.engine.load_format, ('auto', 'dummy'))}"
+        )
+    return problems
+
+
+def _check_tasks(config: RunConfig) -> list[str]:
+    problems = []
+    if config.data.name not in ("embedded", "local", "hub"):
+        problems.append(f"data.name={config.data.name!r}: {nearest(config.data.name, ('embedded', 'local', 'hub'))}")
+    if config.tasks.scorer not in ("hook", "prompt_logprobs"):
+        problems.append(
+            f"tasks.scorer={config.tasks.scorer!r}: {nearest(config.tasks.scorer, ('hook', 'prompt_logprobs'))}"
+        )
+    if not 0 <= config.tasks.topk <= 1000:
+        problems.append(f"tasks.topk={config.tasks.topk} must be between 0 and 1000")
+    return problems
+
+
+def _check_gate(gate: GateConfig) -> list[str]:
+    problems = []
+    shares = {}
+    for name in ("target", "limit", "suspect_improvement"):
+        try:
+            shares[name] = parse_share(getattr(gate, name), f"gate.{name}")
+        except ConfigError as error:
+            problems.extend(error.problems)
+    if "target" in shares and "limit" in shares and shares["target"] > shares["limit"]:
+        problems.append(f"gate.target={gate.target} is above gate.limit={gate.limit}; the target is the stricter one")
+    if not 0.5 < gate.confidence < 1.0:
+        problems.append(f"gate.confidence={gate.confidence} must be above 0.5 and below 1, e.g. 0.95")
+    if gate.min_documents < 2:
+        problems.append(f"gate.min_documents={gate.min_documents} must be 2 or more; one document has no interval")
+    for task, margin in gate.task_margins.items():
+        try:
+            parse_share(margin, f"gate.task_margins.{task}")
+        except ConfigError as error:
+            problems.extend(error.problems)
+    return problems
