@@ -181,6 +181,9 @@ class GateConfig:
     required_margins: list[str] = field(default_factory=list)  # tasks whose margin gates rather than advises
     conditions: list[str] = field(default_factory=list)  # e.g. "weight_bytes <= 70%"
     aa_floor: bool = False  # require an A/A record
+    allow: list[str] = field(default_factory=list)  # fingerprint fields that may differ; each is named in the verdict
+    looks: list[int] = field(default_factory=list)  # documents after which the gate may stop early; empty = one look
+    extend: bool = False  # true: an INCONCLUSIVE cell is measured on more documents, up to the last of `looks`
 
 
 @dataclass
@@ -275,7 +278,7 @@ def check(config: RunConfig) -> None:
         *_check_quant(config.quant),
         *_check_numbers(config),
         *_check_tasks(config),
-        *_check_gate(config.gate),
+        *check_gate(config.gate),
     ]
     if problems:
         raise ConfigError(*problems)
@@ -392,7 +395,8 @@ def _check_tasks(config: RunConfig) -> list[str]:
     return problems
 
 
-def _check_gate(gate: GateConfig) -> list[str]:
+def check_gate(gate: GateConfig) -> list[str]:
+    """Every problem of a gate policy, in words; used for the composed config and for a policy file."""
     problems = []
     shares = {}
     for name in ("target", "limit", "suspect_improvement"):
@@ -406,6 +410,8 @@ def _check_gate(gate: GateConfig) -> list[str]:
         problems.append(f"gate.confidence={gate.confidence} must be above 0.5 and below 1, e.g. 0.95")
     if gate.min_documents < 2:
         problems.append(f"gate.min_documents={gate.min_documents} must be 2 or more; one document has no interval")
+    if any(look < 2 for look in gate.looks) or sorted(set(gate.looks)) != list(gate.looks):
+        problems.append(f"gate.looks={list(gate.looks)} must be rising document counts of 2 or more, e.g. [20, 40, 62]")
     for task, margin in gate.task_margins.items():
         try:
             parse_share(margin, f"gate.task_margins.{task}")

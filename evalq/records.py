@@ -178,6 +178,7 @@ class Check:
     target: float | None
     limit: float | None
     reason: str  # in words
+    p_fail: float | None = None  # one-sided p of "the true increase is within the limit"; for Holm over a sweep
 
 
 @dataclass(frozen=True)
