@@ -1,0 +1,1 @@
+"""Evaluation data written for evalq and shipped with it."""
