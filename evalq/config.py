@@ -195,6 +195,7 @@ class TrackingConfig:
     experiment: str | None = None  # null = "<model> on <gpu>"
     study: str | None = None  # name of the parent run; null = made from the cells
     timeout_seconds: float = 10.0
+    finish_limit_seconds: float = 60.0  # longest that the end of a study waits for uploads; `evalq sync` does the rest
 
 
 @dataclass
@@ -363,6 +364,7 @@ def _check_numbers(config: RunConfig) -> list[str]:
         "load.output_tokens": config.load.output_tokens,
         "load.repeats": config.load.repeats,
         "tracking.timeout_seconds": config.tracking.timeout_seconds,
+        "tracking.finish_limit_seconds": config.tracking.finish_limit_seconds,
     }
     for name, value in positive.items():
         if value is not None and not (math.isfinite(value) and value > 0):
