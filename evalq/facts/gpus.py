@@ -134,7 +134,8 @@ _PATTERNS: tuple[tuple[str, str | None], ...] = (
     (r"\bMI325X\b", "mi325x"),
     (r"\bMI355X\b", "mi355x"),
 )
-_MEMORY_TOLERANCE = 0.06  # nvidia-smi counts memory that the driver keeps to itself: up to 4 % more than PyTorch's figure
+# nvidia-smi counts memory that the driver keeps to itself: up to 4 % more than what PyTorch shows.
+_MEMORY_TOLERANCE = 0.06
 
 
 def gpu_facts(name: str) -> GpuFacts:
