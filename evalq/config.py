@@ -399,7 +399,7 @@ def _check_tasks(config: RunConfig) -> list[str]:
 
 def check_gate(gate: GateConfig) -> list[str]:
     """Every problem of a gate policy, in words; used for the composed config and for a policy file."""
-    problems = []
+    problems: list[str] = []
     shares = {}
     for name in ("target", "limit", "suspect_improvement"):
         try:

@@ -1,0 +1,168 @@
+"""Paired estimates: ratio of perplexities clustered by document, differences of accuracy clustered by source.
+
+With d_i = NLL_candidate - NLL_baseline of document i (nats, same tokens) and w_i its words, bytes or tokens, the
+logarithm of the perplexity ratio is D = sum d / sum w. Everything here is pure numpy on such arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evalq.plan.quantiles import normal_quantile, t_quantile, t_tail
+from evalq.records import Estimate
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """D = sum d / sum w with its standard error; `clusters` are what was sampled, df = clusters - 1."""
+
+    value: float
+    se: float
+    clusters: int
+    method: str
+
+    @property
+    def df(self) -> int:
+        return self.clusters - 1
+
+    def interval(self, confidence: float) -> tuple[float, float]:
+        """Two-sided Student interval at `confidence`."""
+        half = t_quantile(0.5 + confidence / 2.0, self.df) * self.se
+        return self.value - half, self.value + half
+
+    def p_above(self, bound: float) -> float:
+        """One-sided p of the hypothesis that the truth is at most `bound`."""
+        if self.se == 0.0:
+            return 0.0 if self.value > bound else 1.0
+        return t_tail((self.value - bound) / self.se, self.df)
+
+    def p_below(self, bound: float) -> float:
+        """One-sided p of the hypothesis that the truth is at least `bound`."""
+        return 1.0 - self.p_above(bound) if self.se else float(self.value >= bound)
+
+
+def cluster_sums(values: Floats, clusters: NDArray[Any] | None) -> Floats:
+    """Sum `values` (items, ...) within each cluster; None = every item is its own cluster."""
+    if clusters is None:
+        return values
+    _, index = np.unique(clusters, return_inverse=True)
+    return np.bincount(index, weights=values).astype(np.float64)
+
+
+def ratio(d: Floats, w: Floats, clusters: NDArray[Any] | None = None, method: str = "jackknife") -> Ratio:
+    """Ratio estimate sum d / sum w with a standard error clustered by document (or by `clusters`).
+
+    method: "linearised" scales the squared residuals by n/(n-1) (Cochran 1977, section 6.4; with tokens as their own
+    clusters it is the paired covariance of llama.cpp's perplexity tool). "jackknife" divides each residual by one minus
+    its leverage w_i / sum w (delete-one-document jackknife; CR3 of Bell and McCaffrey 2002), which is larger when few
+    documents hold most of the words.
+    Errors: ValueError for fewer than two clusters, non-finite values or weights that are not positive.
+    """
+    d, w = cluster_sums(np.asarray(d, float), clusters), cluster_sums(np.asarray(w, float), clusters)
+    _refuse_bad(d, w)
+    n, total = len(d), float(w.sum())
+    value = float(d.sum()) / total
+    residual = d - value * w
+    if method == "linearised":
+        variance = n / (n - 1) * float(np.sum(residual**2)) / total**2
+    elif method == "jackknife":
+        shift = residual / (total - w)  # D without document i differs from D by minus this
+        variance = (n - 1) / n * float(np.sum((shift - shift.mean()) ** 2))
+    else:
+        raise ValueError(f"unknown method {method!r}; use linearised or jackknife")
+    return Ratio(value, math.sqrt(variance), n, f"ratio estimator, {method} standard error, t with {n - 1} df")
+
+
+def _refuse_bad(d: Floats, w: Floats) -> None:
+    if len(d) < 2 or len(d) != len(w):
+        raise ValueError(f"{len(d)} documents give no interval; 2 or more are needed")
+    if not (np.isfinite(d).all() and np.isfinite(w).all() and (w > 0).all()):
+        raise ValueError("a document has a value that is not finite or a weight that is not above 0")
+
+
+@dataclass(frozen=True)
+class Resamples:
+    """Bootstrap replicates of D and of its standard error; each (resamples,)."""
+
+    values: Floats
+    ses: Floats
+
+
+def resample_counts(n: int, resamples: int, rng: np.random.Generator) -> Floats:
+    """How often each of n documents is drawn; (resamples, n), every row sums to n."""
+    draws = rng.integers(0, n, size=(resamples, n)) + n * np.arange(resamples)[:, None]
+    return np.bincount(draws.ravel(), minlength=n * resamples).reshape(resamples, n).astype(np.float64)
+
+
+def resample(d: Floats, w: Floats, resamples: int, seed: int) -> Resamples:
+    """Document bootstrap of the ratio estimator, as matrix products."""
+    n = len(d)
+    counts = resample_counts(n, resamples, np.random.default_rng(seed))
+    sums = counts @ np.column_stack([d, w, d * d, d * w, w * w])
+    values = sums[:, 0] / sums[:, 1]
+    squares = sums[:, 2] - 2.0 * values * sums[:, 3] + values**2 * sums[:, 4]
+    ses = np.sqrt(np.maximum(squares, 0.0) * n / (n - 1)) / sums[:, 1]
+    return Resamples(values, ses)
+
+
+def studentised_interval(
+    d: Floats, w: Floats, confidence: float, resamples: int = 10_000, seed: int = 0
+) -> tuple[float, float]:
+    """Bootstrap-t interval of D (Efron and Tibshirani 1993, section 12.5), documents drawn with replacement."""
+    point = ratio(d, w, method="linearised")
+    if point.se == 0.0:
+        return point.value, point.value
+    drawn = resample(np.asarray(d, float), np.asarray(w, float), resamples, seed)
+    usable = drawn.ses > 0.0
+    t = (drawn.values[usable] - point.value) / drawn.ses[usable]
+    tail = (1.0 - confidence) / 2.0
+    low, high = np.quantile(t, [tail, 1.0 - tail])
+    return float(point.value - high * point.se), float(point.value - low * point.se)
+
+
+def bca_interval(
+    d: Floats, w: Floats, confidence: float, resamples: int = 10_000, seed: int = 0
+) -> tuple[float, float]:
+    """Bias-corrected and accelerated bootstrap interval of D (Efron 1987), documents drawn with replacement."""
+    d, w = np.asarray(d, float), np.asarray(w, float)
+    value = float(d.sum() / w.sum())
+    replicates = resample(d, w, resamples, seed).values
+    below = float(np.mean(replicates < value) + 0.5 * np.mean(replicates == value))
+    if not 0.0 < below < 1.0:
+        return value, value
+    left_out = (d.sum() - d) / (w.sum() - w)
+    pull = left_out.mean() - left_out
+    spread = float(np.sum(pull**2)) ** 1.5
+    acceleration = float(np.sum(pull**3)) / (6.0 * spread) if spread else 0.0
+    bias = normal_quantile(below)
+    tail = (1.0 - confidence) / 2.0
+    levels = [_bca_level(bias, acceleration, normal_quantile(p)) for p in (tail, 1.0 - tail)]
+    low, high = np.quantile(replicates, levels)
+    return float(low), float(high)
+
+
+def _bca_level(bias: float, acceleration: float, z: float) -> float:
+    moved = bias + z
+    return 0.5 * math.erfc(-(bias + moved / (1.0 - acceleration * moved)) / math.sqrt(2.0))
+
+
+def as_increase(
+    name: str, log_value: float, log_low: float, log_high: float, confidence: float, n: int, method: str
+) -> Estimate:
+    """An estimate of ln(ratio) as a relative increase, exp(x) - 1. Errors: none; an overflow becomes None."""
+    value, low, high = (_expm1(x) for x in (log_value, log_low, log_high))
+    return Estimate(name, value, low, high, confidence, n, method)
+
+
+def _expm1(x: float) -> float | None:
+    try:
+        return math.expm1(x)
+    except OverflowError:
+        return None

@@ -1,0 +1,149 @@
+"""Rows of two records, matched one to one: the documents behind a perplexity, the items behind an accuracy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evalq.errors import RecordError
+from evalq.records import Record, read_table
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Floats = NDArray[np.float64]
+UNITS = ("tokens", "words", "bytes")
+
+
+@dataclass(frozen=True)
+class DocumentPairs:
+    """Documents of one perplexity task in order; each array (documents,). `counts` holds tokens, words, bytes."""
+
+    baseline_nll: Floats
+    candidate_nll: Floats
+    counts: dict[str, Floats]
+    doc_ids: NDArray[np.int64]
+
+    @property
+    def d(self) -> Floats:
+        """NLL_candidate - NLL_baseline per document, nats."""
+        return self.candidate_nll - self.baseline_nll
+
+
+@dataclass(frozen=True)
+class ItemPairs:
+    """Items of one task and metric, in order; each array (items,). An empty cluster name means its own cluster."""
+
+    baseline: Floats
+    candidate: Floats
+    clusters: NDArray[Any] | None
+    baseline_answers: NDArray[np.int64]
+    candidate_answers: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The tables of one record that the judge reads, each checked against its sha256."""
+
+    record: Record
+    documents: pa.Table | None
+    items: pa.Table | None
+
+    @classmethod
+    def read(cls, record: Record, folder: Path) -> Tables:
+        return cls(record, read_table(folder, record, "documents"), read_table(folder, record, "items"))
+
+
+def column(table: pa.Table, name: str, where: str) -> NDArray[Any]:
+    """A column as numpy. Errors: RecordError when it holds an empty value."""
+    values = table.column(name)
+    if values.null_count:
+        raise RecordError(f"{where} has {values.null_count} empty values in {name}; measure it anew")
+    return np.asarray(values.to_numpy(zero_copy_only=False))
+
+
+def rows_of(table: pa.Table | None, task: str, metric: str | None = None) -> pa.Table | None:
+    """Rows of one task (and metric), sorted by id; None when there are none."""
+    if table is None:
+        return None
+    keep = np.asarray(table.column("task").to_numpy(zero_copy_only=False)) == task
+    if metric is not None:
+        keep &= np.asarray(table.column("metric").to_numpy(zero_copy_only=False)) == metric
+    if not keep.any():
+        return None
+    key = "item_id" if metric is not None else "doc_id"
+    rows = table.take(np.flatnonzero(keep))
+    return rows.take(np.argsort(column(rows, key, task), kind="stable"))
+
+
+def document_pairs(baseline: Tables, candidate: Tables, task: str) -> DocumentPairs:
+    """Match the documents of `task`. Errors: RecordError naming what is missing, not finite or different."""
+    first, second = (_documents(side, task) for side in (baseline, candidate))
+    _expect_same_ids(first["doc_id"], second["doc_id"], task, "documents")
+    for name in ("doc_hash", *UNITS, "truncated"):
+        different = np.flatnonzero(first[name] != second[name])
+        if len(different):
+            i = different[0]
+            raise RecordError(
+                f"document {first['doc_id'][i]} of {task} has {name} {first[name][i]} in the baseline and "
+                f"{second[name][i]} in the candidate; only the same tokens can be compared"
+            )
+    counts = {unit: first[unit].astype(np.float64) for unit in UNITS}
+    return DocumentPairs(first["nll_nats"], second["nll_nats"], counts, first["doc_id"])
+
+
+def _documents(tables: Tables, task: str) -> dict[str, NDArray[Any]]:
+    where = f"documents of {task} in record {tables.record.record_id}"
+    rows = rows_of(tables.documents, task)
+    if rows is None:
+        raise RecordError(f"record {tables.record.record_id} has no documents of {task}; measure it anew")
+    data = {name: column(rows, name, where) for name in ("doc_id", "doc_hash", "nll_nats", *UNITS, "truncated")}
+    if not np.isfinite(data["nll_nats"]).all():
+        bad = data["doc_id"][~np.isfinite(data["nll_nats"])]
+        raise RecordError(f"{where}: {len(bad)} are not finite, the first is document {bad[0]}")
+    if (data["nll_nats"] < 0).any() or not data["nll_nats"].sum() > 0:
+        raise RecordError(f"{where}: a negative log-likelihood below 0 (or all 0) is no measurement")
+    for unit in UNITS:
+        if (data[unit] <= 0).any():
+            raise RecordError(f"{where}: a document has {data[unit].min()} {unit}; every document needs at least one")
+    return data
+
+
+def item_pairs(baseline: Tables, candidate: Tables, task: str, metric: str) -> ItemPairs:
+    """Match the items of `task` and `metric`. Errors: RecordError naming what is missing, not finite or different."""
+    first, second = (_items(side, task, metric) for side in (baseline, candidate))
+    _expect_same_ids(first["item_id"], second["item_id"], task, "items")
+    different = np.flatnonzero((first["item_hash"] != second["item_hash"]) | (first["cluster"] != second["cluster"]))
+    if len(different):
+        raise RecordError(f"item {first['item_id'][different[0]]} of {task} is not the same item in the two records")
+    names = first["cluster"]
+    clusters = None if (names == "").all() else np.where(names == "", first["item_id"].astype(str), names)
+    return ItemPairs(first["value"], second["value"], clusters, first["answer"], second["answer"])
+
+
+def _items(tables: Tables, task: str, metric: str) -> dict[str, NDArray[Any]]:
+    where = f"{metric} of {task} in record {tables.record.record_id}"
+    rows = rows_of(tables.items, task, metric)
+    if rows is None:
+        raise RecordError(f"record {tables.record.record_id} has no items for {metric} of {task}; measure it anew")
+    data = {name: column(rows, name, where) for name in ("item_id", "item_hash", "cluster", "value")}
+    data["answer"] = np.asarray(rows.column("answer").fill_null(-1).to_numpy())
+    if not np.isfinite(data["value"]).all():
+        raise RecordError(f"{where}: {int((~np.isfinite(data['value'])).sum())} items are not finite")
+    return data
+
+
+def _expect_same_ids(first: NDArray[Any], second: NDArray[Any], task: str, what: str) -> None:
+    for ids, side in ((first, "baseline"), (second, "candidate")):
+        if len(np.unique(ids)) != len(ids):
+            raise RecordError(f"the {side} has some {what} of {task} twice; measure it anew")
+    if len(first) != len(second) or (first != second).any():
+        missing = sorted(set(first.tolist()) ^ set(second.tolist()))
+        raise RecordError(
+            f"{task} has {len(first)} {what} in the baseline and {len(second)} in the candidate "
+            f"(first on one side only: {missing[0]}); both must score the same ones"
+        )

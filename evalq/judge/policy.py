@@ -1,0 +1,190 @@
+"""The release policy: a YAML file of GateConfig keys, checked whole, with its shares turned into numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evalq.config import GateConfig, check_gate, nearest, parse_share
+from evalq.errors import ConfigError
+from evalq.records import Ledger, Load, Scalar
+
+METRIC_UNITS = {"word_perplexity": "words", "byte_perplexity": "bytes", "token_perplexity": "tokens"}
+LEDGER_QUANTITIES = (
+    "weight_bytes",
+    "checkpoint_bytes",
+    "kv_bytes_per_token",
+    "kv_pool_tokens",
+    "kv_pool_bytes",
+    "peak_bytes",
+)
+LOAD_QUANTITIES = (
+    "output_tokens_per_second",
+    "total_tokens_per_second",
+    "request_latency_p50_seconds",
+    "request_latency_p99_seconds",
+)
+_CONDITION = re.compile(r"\s*([A-Za-z_0-9]+)\s*(?:@\s*([A-Za-z0-9_.-]+))?\s*(<=|>=)\s*(.+?)\s*")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Candidate's quantity against a share of the baseline's; `load` is a load's name or its concurrency."""
+
+    text: str
+    quantity: str
+    load: str | None
+    at_most: bool
+    share: float
+
+
+@dataclass(frozen=True)
+class Policy:
+    """GateConfig with every share as a number; `source` is what the verdict keeps."""
+
+    source: GateConfig
+    target: float
+    limit: float
+    suspect_improvement: float
+    margins: dict[str, float]
+    conditions: tuple[Condition, ...]
+
+    def as_scalars(self) -> dict[str, Scalar]:
+        """The policy as flat text and numbers, for the verdict."""
+        return flat_policy(self.source)
+
+
+def flat_policy(gate: GateConfig) -> dict[str, Scalar]:
+    """Every key of a policy as one text or number."""
+    flat: dict[str, Scalar] = {}
+    for name, value in dataclasses.asdict(gate).items():
+        if isinstance(value, dict):
+            flat[name] = ", ".join(f"{key}: {item}" for key, item in value.items())
+        elif isinstance(value, list):
+            flat[name] = ", ".join(str(item) for item in value)
+        else:
+            flat[name] = value
+    return flat
+
+
+def checked_policy(gate: GateConfig) -> Policy:
+    """Parse a policy. Errors: one ConfigError that lists every problem."""
+    problems = list(check_gate(gate))
+    if gate.metric not in METRIC_UNITS:
+        problems.append(f"gate.metric={gate.metric!r}: {nearest(gate.metric, tuple(METRIC_UNITS))}")
+    for task in gate.required_margins:
+        if task not in gate.task_margins:
+            problems.append(
+                f'gate.required_margins names {task}, which has no margin; add task_margins: {{{task}: "1.0%"}}'
+            )
+    conditions = []
+    for text in gate.conditions:
+        try:
+            conditions.append(parse_condition(text))
+        except ConfigError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise ConfigError(*problems)
+    return Policy(
+        source=gate,
+        target=parse_share(gate.target, "gate.target"),
+        limit=parse_share(gate.limit, "gate.limit"),
+        suspect_improvement=parse_share(gate.suspect_improvement, "gate.suspect_improvement"),
+        margins={task: parse_share(share, task) for task, share in gate.task_margins.items()},
+        conditions=tuple(conditions),
+    )
+
+
+def parse_condition(text: str) -> Condition:
+    """Parse "weight_bytes <= 70%" or "output_tokens_per_second@100 >= 100%", shares of the baseline's figure.
+
+    Errors: ConfigError for another form, an unknown quantity, or a load figure without the load it is of.
+    """
+    match = _CONDITION.fullmatch(text)
+    if not match:
+        raise ConfigError(
+            f'gate.conditions: {text!r} is not a condition; write e.g. "weight_bytes <= 70%" or '
+            '"output_tokens_per_second@100 >= 100%", shares of the baseline'
+        )
+    quantity, load, sign, share = match.groups()
+    if quantity not in LEDGER_QUANTITIES + LOAD_QUANTITIES:
+        raise ConfigError(f"gate.conditions: {text!r}: {nearest(quantity, LEDGER_QUANTITIES + LOAD_QUANTITIES)}")
+    if (quantity in LOAD_QUANTITIES) != (load is not None):
+        advice = f"name its load, e.g. {quantity}@100" if load is None else "name no load"
+        raise ConfigError(f"gate.conditions: {text!r} must {advice}")
+    return Condition(text, quantity, load, sign == "<=", parse_share(share, f"gate.conditions: {text!r}"))
+
+
+def read_policy(path: Path | str) -> GateConfig:
+    """Read a policy file. Errors: ConfigError for a missing file, bad YAML, unknown or mistyped keys."""
+    import yaml
+
+    file = Path(path)
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"policy {file} cannot be read ({error.strerror}); give a YAML file of gate keys") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"policy {file} is not YAML ({str(error).splitlines()[0]}); give a YAML file of gate keys"
+        ) from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"policy {file} is empty or no mapping; write keys such as target: 1.0%")
+    return policy_from_mapping(data, str(file))
+
+
+def policy_from_mapping(data: dict[Any, Any], where: str) -> GateConfig:
+    """Build GateConfig from a mapping. Errors: ConfigError listing every unknown or mistyped key."""
+    fields = {f.name: f for f in dataclasses.fields(GateConfig)}
+    default = GateConfig()
+    problems, values = [], {}
+    for key, value in data.items():
+        if key not in fields:
+            problems.append(f"{where}: unknown key {key!r}; {nearest(str(key), tuple(fields))}")
+            continue
+        built, wanted = _typed(value, getattr(default, key))
+        if wanted:
+            problems.append(f"{where}: {key} is {value!r}; expected {wanted}")
+        values[key] = built
+    if problems:
+        raise ConfigError(*problems)
+    return GateConfig(**values)
+
+
+def _typed(value: Any, like: Any) -> tuple[Any, str]:
+    """The value in the type of the default `like`, and what was expected when it does not fit."""
+    if isinstance(like, bool):
+        return value, "" if isinstance(value, bool) else "true or false"
+    if isinstance(like, str):  # a share in YAML may look like a number
+        fits = isinstance(value, str | int | float) and not isinstance(value, bool)
+        return str(value), "" if fits else "text"
+    if isinstance(like, int | float):
+        fits = isinstance(value, int | float) and not isinstance(value, bool)
+        fits = fits and (isinstance(like, float) or isinstance(value, int))
+        return value, "" if fits else "a number" if isinstance(like, float) else "a whole number"
+    if isinstance(like, dict):
+        return _typed_mapping(value)
+    return (value, "") if isinstance(value, list) else (value, "a list")
+
+
+def _typed_mapping(value: Any) -> tuple[Any, str]:
+    if not isinstance(value, dict):
+        return value, "a mapping"
+    return {str(key): str(item) for key, item in value.items()}, ""
+
+
+def load_figure(loads: dict[str, Load], key: str) -> Load | None:
+    """The load called `key`, or the only one whose concurrency is `key`."""
+    if key in loads:
+        return loads[key]
+    at = [load for load in loads.values() if str(load.concurrency) == key]
+    return at[0] if len(at) == 1 else None
+
+
+def ledger_figure(ledger: Ledger | None, quantity: str) -> float | None:
+    """One figure of the memory ledger, bytes or tokens; None when it was not measured."""
+    value = None if ledger is None else getattr(ledger, quantity)
+    return None if value is None else float(value)
