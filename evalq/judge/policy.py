@@ -122,7 +122,7 @@ def read_policy(path: Path | str) -> GateConfig:
     """Read a policy file. Errors: ConfigError for a missing file, bad YAML, unknown or mistyped keys."""
     import yaml
 
-    file = Path(path)
+    file = _policy_file(Path(path))
     try:
         data = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -134,6 +134,19 @@ def read_policy(path: Path | str) -> GateConfig:
     if not isinstance(data, dict):
         raise ConfigError(f"policy {file} is empty or no mapping; write keys such as target: 1.0%")
     return policy_from_mapping(data, str(file))
+
+
+def _policy_file(given: Path) -> Path:
+    """The file itself, or conf/gate/NAME.yaml of evalq for a bare name."""
+    if given.suffix or given.exists() or len(given.parts) != 1:
+        return given
+    package = Path(__file__).resolve().parents[1]
+    folders = [package / "conf" / "gate", package.parent / "conf" / "gate"]  # in a wheel; in a checkout
+    found = [folder / f"{given}.yaml" for folder in folders if (folder / f"{given}.yaml").is_file()]
+    if not found:
+        names = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
+        raise ConfigError(f"no policy {given}: {nearest(str(given), names)}, or the path of a YAML file")
+    return found[0]
 
 
 def policy_from_mapping(data: dict[Any, Any], where: str) -> GateConfig:

@@ -1,0 +1,251 @@
+"""How close two models' next-token distributions are, from stored per-token values.
+
+Where only the top k log-probabilities are known, KL divergence is taken over the tokens both sides know and one bucket
+for all others. Merging outcomes never raises a divergence (data-processing inequality), so the result is a lower bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evalq.errors import RecordError
+from evalq.judge.paired import Floats, ratio
+from evalq.judge.pairs import column
+from evalq.plan.quantiles import t_quantile
+from evalq.records import Estimate
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)
+POSITION_EDGES = (1, 16, 64, 256, 1024)  # tokens of context
+CONFIDENCE_EDGES = (0.0, 0.25, 0.5, 0.75, 0.9)  # probability of the baseline's first choice
+CHUNK = 16_384  # tokens; bounds the (tokens, k, k) comparison
+FLOOR = 1e-6  # least probability of the tail bucket: float32 log-probabilities add up to 1 only so far
+
+
+@dataclass(frozen=True)
+class TokenPairs:
+    """Scored tokens of two records, one to one; each array (tokens,)."""
+
+    documents: NDArray[np.int64]
+    context: NDArray[np.int64]  # tokens of context each was predicted from
+    kld: Floats  # nats; a lower bound unless `exact`
+    covered: Floats  # baseline probability of the tokens that have a cell of their own
+    same_top1: Floats  # 1 where both rank the same token first
+    change: Floats  # probability of the correct token, candidate minus baseline
+    top1_probability: Floats  # of the baseline's first choice
+    exact: bool
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Estimates over all tokens and by bucket; `buckets`: "context 64-255 tokens" -> estimates."""
+
+    tokens: int
+    documents: int
+    exact: bool
+    mass_covered: float
+    estimates: list[Estimate]
+    buckets: dict[str, list[Estimate]]
+
+
+def token_pairs(baseline: pa.Table, candidate: pa.Table) -> TokenPairs:
+    """Match the rows of two tokens.parquet tables. Errors: RecordError when they are not the same tokens in order."""
+    keys = [(name, "ascending") for name in ("task", "doc_id", "position")]
+    first, second = baseline.sort_by(keys), candidate.sort_by(keys)
+    for name in ("task", "doc_id", "position", "token_id"):
+        if not first.column(name).equals(second.column(name)):
+            raise RecordError(f"tokens.parquet of the two records differ in {name}; both must score the same tokens")
+    logprobs = [_floats(side, "logprob") for side in (first, second)]
+    known = second.column("exact_kld_nats").null_count == 0 and len(second) > 0
+    kld, covered = _partition_kld(first, second, logprobs)
+    if known:
+        kld, covered = _floats(second, "exact_kld_nats"), np.ones(len(second))
+    tops = [column(side, "top1_id", "tokens.parquet") for side in (first, second)]
+    change = np.exp(logprobs[1]) - np.exp(logprobs[0])
+    return TokenPairs(
+        documents=np.asarray(first.column("doc_id").to_numpy(), np.int64),
+        context=np.asarray(first.column("window_position").to_numpy(), np.int64),
+        kld=kld,
+        covered=covered,
+        same_top1=(tops[0] == tops[1]).astype(np.float64),
+        change=change,
+        top1_probability=np.exp(_floats(first, "top1_logprob")),
+        exact=known,
+    )
+
+
+def _floats(table: pa.Table, name: str) -> Floats:
+    values = table.column(name)
+    found = np.asarray(values.to_numpy(zero_copy_only=False), np.float64)
+    if values.null_count or not np.isfinite(found).all():
+        raise RecordError(f"tokens.parquet has values of {name} that are empty or not finite; measure it anew")
+    return found
+
+
+def _partition_kld(first: pa.Table, second: pa.Table, logprobs: list[Floats]) -> tuple[Floats, Floats]:
+    """KL over the cells that both sides know, and the baseline mass in them; (tokens,) both."""
+    kld, covered = np.zeros(len(first)), np.zeros(len(first))
+    for part in _chunks(len(first)):
+        sides = [
+            _known(table.slice(part.start, part.stop - part.start), lp[part])
+            for table, lp in ((first, logprobs[0]), (second, logprobs[1]))
+        ]
+        kld[part], covered[part] = partition_kld(*sides[0], *sides[1])
+    return kld, covered
+
+
+def _chunks(n: int) -> Iterator[slice]:
+    for start in range(0, n, CHUNK):
+        yield slice(start, min(start + CHUNK, n))
+
+
+def _known(table: pa.Table, logprob: Floats) -> tuple[NDArray[np.int64], Floats]:
+    """Known ids and log-probabilities: the correct token, then the top k (or the first); id -1 pads; (tokens, m)."""
+    target = np.asarray(table.column("token_id").to_numpy(), np.int64)[:, None]
+    ids, values = _top(table)
+    ids = np.where(ids == target, -1, ids)  # the correct token has its cell already
+    return np.hstack([target, ids]), np.hstack([logprob[:, None], values])
+
+
+def _top(table: pa.Table) -> tuple[NDArray[np.int64], Floats]:
+    """The top k as rectangles padded with id -1; the first choice alone where no top k was kept."""
+    lists = table.column("topk_ids").combine_chunks()
+    if lists.null_count:
+        ids = np.asarray(table.column("top1_id").to_numpy(zero_copy_only=False), np.int64)[:, None]
+        return ids, _floats(table, "top1_logprob")[:, None]
+    lengths = np.asarray(lists.value_lengths().to_numpy(zero_copy_only=False), np.int64)
+    width = int(lengths.max(initial=0))
+    ids, values = np.full((len(lists), width), -1, np.int64), np.full((len(lists), width), -np.inf)
+    inside = np.arange(width) < lengths[:, None]
+    ids[inside] = lists.flatten().to_numpy()
+    values[inside] = table.column("topk_logprobs").combine_chunks().flatten().to_numpy()
+    return ids, values
+
+
+def partition_kld(
+    p_ids: NDArray[np.int64], p_log: Floats, q_ids: NDArray[np.int64], q_log: Floats
+) -> tuple[Floats, Floats]:
+    """KL(p || q) over tokens listed on both sides and one tail bucket; also p's mass outside the tail; nats.
+
+    ids and logs (tokens, m); an id of -1 is no token; no id twice in a row.
+    """
+    match = (p_ids[:, :, None] == q_ids[:, None, :]) & (p_ids[:, :, None] >= 0)  # (tokens, m, m)
+    both = match.any(axis=2)
+    q_at = np.take_along_axis(q_log, match.argmax(axis=2), axis=1)
+    p = np.where(both, np.exp(p_log), 0.0)
+    q = np.where(both, np.exp(q_at), 0.0)
+    ratio_log = np.where(both, np.where(both, p_log, 0.0) - np.where(both, q_at, 0.0), 0.0)
+    p_mass = p.sum(axis=1)
+    p_tail, q_tail = np.maximum(1.0 - p_mass, FLOOR), np.maximum(1.0 - q.sum(axis=1), FLOOR)
+    kld = (p * ratio_log).sum(axis=1) + p_tail * np.log(p_tail / q_tail)
+    return np.maximum(kld, 0.0), np.minimum(p_mass, 1.0)
+
+
+def fidelity(pairs: TokenPairs, confidence: float = 0.95) -> Fidelity:
+    """Every figure with its interval, clustered by document. Errors: RecordError for fewer than two documents."""
+    n_documents = len(np.unique(pairs.documents))
+    if n_documents < 2:
+        raise RecordError(f"fidelity over {n_documents} documents has no interval; score 2 or more")
+    everything = np.ones(len(pairs.kld), bool)
+    buckets = {
+        name: _means(pairs, mask, confidence)
+        for name, mask in (*_context_buckets(pairs.context), *_confidence_buckets(pairs.top1_probability))
+        if len(np.unique(pairs.documents[mask])) >= 2
+    }
+    estimates = [*_means(pairs, everything, confidence), *_shape(pairs, confidence)]
+    mass = float(pairs.covered.mean())
+    return Fidelity(len(pairs.kld), n_documents, pairs.exact, mass, estimates, buckets)
+
+
+def _means(pairs: TokenPairs, mask: NDArray[np.bool_], confidence: float) -> list[Estimate]:
+    note = (
+        "exact" if pairs.exact else f"lower bound; {pairs.covered[mask].mean():.4f} of the baseline's mass is covered"
+    )
+    documents = pairs.documents[mask]
+    return [
+        mean_estimate("mean_kld_nats", pairs.kld[mask], documents, confidence, note),
+        mean_estimate("same_top1", pairs.same_top1[mask], documents, confidence),
+        mean_estimate("mean_correct_probability_change", pairs.change[mask], documents, confidence),
+        _root(mean_estimate("rms_correct_probability_change", pairs.change[mask] ** 2, documents, confidence)),
+    ]
+
+
+def _shape(pairs: TokenPairs, confidence: float) -> list[Estimate]:
+    """Quantiles and the maximum of the divergence, percentiles of the probability change."""
+    note = "exact" if pairs.exact else "lower bound"
+    found = [quantile_estimate("kld_nats", pairs.kld, pairs.documents, q, confidence, note) for q in QUANTILES]
+    top = float(pairs.kld.max())
+    found.append(
+        Estimate(
+            "kld_nats_max",
+            top,
+            None,
+            None,
+            confidence,
+            len(pairs.kld),
+            "largest seen",
+            note=f"{note}; a maximum has no interval",
+        )
+    )
+    changes = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+    name = "correct_probability_change"
+    return found + [quantile_estimate(name, pairs.change, pairs.documents, q, confidence) for q in changes]
+
+
+def mean_estimate(name: str, values: Floats, documents: NDArray[Any], confidence: float, note: str = "") -> Estimate:
+    """Mean over tokens, interval clustered by document."""
+    found = ratio(values, np.ones(len(values)), documents)
+    low, high = found.interval(confidence)
+    return Estimate(name, found.value, low, high, confidence, len(values), found.method, note=note)
+
+
+def _root(square: Estimate) -> Estimate:
+    low, high = (float(np.sqrt(max(x or 0.0, 0.0))) for x in (square.low, square.high))
+    value = float(np.sqrt(square.value or 0.0))
+    return Estimate(
+        square.name, value, low, high, square.confidence, square.n, f"root of the mean square; {square.method}"
+    )
+
+
+def quantile_estimate(
+    name: str, values: Floats, documents: NDArray[Any], q: float, confidence: float, note: str = ""
+) -> Estimate:
+    """A quantile over tokens; interval by inverting the clustered interval of the share below it (Woodruff 1952)."""
+    ordered = np.sort(values)
+    point = float(np.quantile(ordered, q))
+    below = ratio((values <= point).astype(np.float64), np.ones(len(values)), documents)
+    half = t_quantile(0.5 + confidence / 2.0, below.df) * below.se
+    low, high = (float(np.quantile(ordered, min(max(level, 0.0), 1.0))) for level in (q - half, q + half))
+    return Estimate(f"{name}_p{100 * q:g}", point, low, high, confidence, len(values), "quantile, Woodruff", note=note)
+
+
+Named = tuple[str, NDArray[np.bool_]]
+
+
+def _context_buckets(context: NDArray[np.int64]) -> list[Named]:
+    return _buckets(context, POSITION_EDGES, lambda low, high: f"context {_span(low, high)} tokens")
+
+
+def _span(low: float, high: float | None) -> str:
+    return f"{low:g} and more" if high is None else f"{low:g}-{high - 1:g}"
+
+
+def _confidence_buckets(probability: Floats) -> list[Named]:
+    return _buckets(
+        probability, CONFIDENCE_EDGES, lambda low, high: f"baseline confidence {low:g}-{1 if high is None else high:g}"
+    )
+
+
+def _buckets(values: NDArray[Any], edges: tuple[float, ...], name: Callable[[float, float | None], str]) -> list[Named]:
+    ends = [*edges[1:], None]
+    return [
+        (name(low, high), (values >= low) & (values < (np.inf if high is None else high)))
+        for low, high in zip(edges, ends, strict=True)
+    ]
