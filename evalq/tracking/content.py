@@ -1,0 +1,267 @@
+"""What a record and its verdict become in MLflow: metrics with units in their names, params, tags, datasets. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from evalq.errors import RecordError
+from evalq.records import RECORD_FILE, TABLES, VERDICT_FILE, Estimate, Record, Verdict, file_sha256, read_verdict
+
+CONFIG_FILE = "config.yaml"
+ARTIFACT_FOLDER = "record"
+ARTIFACT_FILES = (
+    RECORD_FILE,
+    VERDICT_FILE,
+    CONFIG_FILE,
+    "engine.log",
+    *(f"{name}.parquet" for name in TABLES),
+)
+PARAM_SECTIONS = ("model", "quant", "gpu", "engine", "data", "tasks", "load", "gate")
+SKIPPED_PARAMS = ("model.arch.", "model.notes", "quant.notes")  # equal in all cells, or prose; whole in config.yaml
+PARAM_LIMIT = 500  # characters; the smallest limit among MLflow's servers
+TAG_LIMIT = 2000  # characters shown; MLflow's own limit is higher
+GIB = 1 << 30
+PERPLEXITY_INCREASE = re.compile(r"(word_|byte_|token_)?perplexity_increase")
+
+
+@dataclasses.dataclass(frozen=True)
+class Metrics:
+    """Metrics that are numbers, and the reason for each that is not."""
+
+    values: dict[str, float]
+    invalid: dict[str, str]
+
+
+def metrics_of(record: Record, verdict: Verdict | None) -> Metrics:
+    """All metrics of one cell by name; what is missing, NaN or infinite goes to `invalid` with a reason."""
+    values: dict[str, float] = {}
+    invalid: dict[str, str] = {}
+    for name, value, reason in _all_metrics(record, verdict):
+        key = re.sub(r"[^A-Za-z0-9_\-. /:]", "_", name)[:250]
+        if value is None:
+            invalid[key] = reason or "not measured"
+        elif not math.isfinite(value):
+            invalid[key] = reason or f"not a finite number ({value})"
+        else:
+            values[key] = float(value)
+    return Metrics(values, {key: reason for key, reason in invalid.items() if key not in values})
+
+
+def _all_metrics(record: Record, verdict: Verdict | None) -> Iterator[tuple[str, float | None, str]]:
+    yield from _quality(record)
+    yield from _memory(record)
+    yield from _load(record)
+    yield from _times(record)
+    for check in verdict.checks if verdict else []:
+        if check.estimate is not None:
+            yield from _estimate(check.estimate, check.reason)
+
+
+def _quality(record: Record) -> Iterator[tuple[str, float | None, str]]:
+    for task, scores in record.tasks.items():
+        for metric, value in scores.metrics.items():
+            yield f"quality/{task}_{metric}", value, scores.metric_reasons.get(metric, "")
+        yield f"quality/{task}_n", scores.n, ""
+
+
+def _memory(record: Record) -> Iterator[tuple[str, float | None, str]]:
+    ledger = record.ledger
+    if ledger is None:
+        return
+    for name in (
+        "weight_bytes",
+        "checkpoint_bytes",
+        "kv_bytes_per_token",
+        "kv_pool_tokens",
+        "kv_pool_bytes",
+        "peak_bytes",
+    ):
+        value: int | None = getattr(ledger, name)
+        yield f"memory/{name}", value, "the engine did not report it"
+        if name in ("weight_bytes", "kv_pool_bytes", "peak_bytes") and value is not None:
+            yield f"memory/{name.removesuffix('_bytes')}_gib", value / GIB, ""
+
+
+def _load(record: Record) -> Iterator[tuple[str, float | None, str]]:
+    names = (
+        "output_tokens_per_second",
+        "output_tokens_per_second_low",
+        "output_tokens_per_second_high",
+        "total_tokens_per_second",
+        "request_latency_p50_seconds",
+        "request_latency_p99_seconds",
+    )
+    for key, load in record.loads.items():
+        prefix = "load/" if len(record.loads) == 1 else f"load/{key}_"
+        reason = "; ".join(load.reasons) or "not measured"
+        for name in names:
+            value: float | None = getattr(load, name) if load.valid else None
+            yield f"{prefix}{name}", value, reason
+
+
+def _times(record: Record) -> Iterator[tuple[str, float | None, str]]:
+    for stage, seconds in record.stage_seconds.items():
+        yield f"time/{stage}_seconds", seconds, ""
+    if record.stage_seconds:
+        yield "time/total_seconds", sum(record.stage_seconds.values()), ""
+
+
+def _estimate(estimate: Estimate, reason: str) -> Iterator[tuple[str, float | None, str]]:
+    name, scale = estimate_metric(estimate.name)
+    for suffix, value in (("", estimate.value), ("_low", estimate.low), ("_high", estimate.high)):
+        yield f"{name}{suffix}", None if value is None else value * scale, estimate.note or reason
+
+
+def estimate_metric(name: str) -> tuple[str, float]:
+    """MLflow name of a judge's estimate, and the factor that turns its fraction into the unit in that name."""
+    if PERPLEXITY_INCREASE.fullmatch(name):
+        return "quality/perplexity_increase_percent", 100.0
+    if name.endswith("_share"):
+        quantity = name.removesuffix("_share")
+        prefix = "load" if "_per_second" in name or "latency" in name else "memory"
+        return f"{prefix}/{quantity}_percent_of_baseline", 100.0
+    for ending, unit in (("_increase", "_percent"), ("_flips", "_percent"), ("_difference", "_points")):
+        if name.endswith(ending):
+            return f"quality/{name}{unit}", 100.0
+    return f"quality/{name}", 1.0
+
+
+def params_of(record: Record, config: dict[str, Any] | None) -> dict[str, str]:
+    """Params of one cell: its composed config, flattened, then what the engine reported, then the fingerprint.
+
+    A value too long for MLflow is cut and says where it is whole; two long values that differ never look equal.
+    """
+    flat: dict[str, str] = {}
+    for section in PARAM_SECTIONS:
+        for key, value in _flatten(section, (config or {}).get(section)):
+            if not key.startswith(SKIPPED_PARAMS):
+                flat[key] = _shortened(value, CONFIG_FILE)
+    for prefix, mapping in (("engine_reported", record.engine_settings), ("fingerprint", record.fingerprint)):
+        for key, scalar in mapping.items():
+            flat[f"{prefix}.{key}"] = _shortened(_as_text(scalar), RECORD_FILE)
+    return {re.sub(r"[^A-Za-z0-9_\-. /:]", "_", key)[:250]: value for key, value in flat.items()}
+
+
+def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _flatten(f"{prefix}.{key}", item)
+    elif value is not None and value != []:
+        yield prefix, _as_text(value)
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _shortened(text: str, file: str) -> str:
+    if len(text) <= PARAM_LIMIT:
+        return text
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    pointer = f" ... [{len(text):,} characters, sha256 {digest}, whole in {ARTIFACT_FOLDER}/{file}]"
+    return text[: PARAM_LIMIT - len(pointer)] + pointer
+
+
+def tags_of(record: Record, verdict: Verdict | None, reused: bool, metrics: Metrics) -> dict[str, str]:
+    """Tags that name the cell and say how it ended; `evalq.invalid.<metric>` says why a figure is missing."""
+    cell = record.cell
+    tags = {
+        "evalq.kind": "cell",
+        "evalq.record_id": record.record_id,
+        "evalq.cell": f"{cell.model} / {cell.gpu} / {cell.quant} / {cell.engine}",
+        "evalq.model": cell.model,
+        "evalq.gpu": cell.gpu,
+        "evalq.quant": cell.quant,
+        "evalq.engine": cell.engine,
+        "evalq.is_baseline": _yes(cell.is_baseline),
+        "evalq.status": record.status,
+        "evalq.verdict": _verdict_word(record, verdict),
+        "evalq.reused": _yes(reused),
+        "mlflow.note.content": note_of(record, verdict, reused),
+    }
+    if record.failure is not None:
+        tags["evalq.failure"] = f"{record.failure.kind} in {record.failure.stage}: {record.failure.message}"[:TAG_LIMIT]
+    for name, reason in metrics.invalid.items():
+        tags[f"evalq.invalid.{name}"[:250]] = reason[:TAG_LIMIT]
+    return tags
+
+
+def _verdict_word(record: Record, verdict: Verdict | None) -> str:
+    if verdict is not None:
+        return f"{verdict.status} with a warning" if verdict.warning else verdict.status
+    return "baseline" if record.cell.is_baseline else "none"
+
+
+def note_of(record: Record, verdict: Verdict | None, reused: bool) -> str:
+    """The run's description in the UI (Markdown): the verdict in words, then the record's notes."""
+    lines = [f"**{verdict.status}** {verdict.summary}"] if verdict else []
+    if record.cell.is_baseline:
+        lines.append(
+            "Baseline." + (" Measured once, for an earlier study; these are the same figures." if reused else "")
+        )
+    if record.failure is not None:
+        lines.append(f"Failed in {record.failure.stage}: {record.failure.message}")
+    lines += [f"- {note}" for note in record.notes]
+    return "\n\n".join(lines)[:TAG_LIMIT]
+
+
+def _yes(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def run_status(record: Record) -> str:
+    """MLflow's word for how the cell ended."""
+    if record.failure is not None and record.failure.kind == "interrupted":
+        return "KILLED"
+    return "FINISHED" if record.status == "complete" else "FAILED"
+
+
+def times_of(record: Record) -> tuple[int, int]:
+    """Start and end of the cell, Unix milliseconds: a record is written when its last stage ends."""
+    end = milliseconds(record.created_at)
+    return end - int(1000 * sum(record.stage_seconds.values())), end
+
+
+def milliseconds(iso: str) -> int:
+    """Unix milliseconds of an ISO 8601 time. Errors: RecordError."""
+    try:
+        return int(datetime.fromisoformat(iso).timestamp() * 1000)
+    except ValueError as error:
+        raise RecordError(f"{iso!r} is not an ISO 8601 time; the record is damaged, measure it anew") from error
+
+
+def verdict_beside(folder: Path) -> Verdict | None:
+    """The verdict in a record folder, None where none was given yet. Errors: RecordError for a damaged one."""
+    return read_verdict(folder) if (folder / VERDICT_FILE).is_file() else None
+
+
+def artifact_files(folder: Path) -> list[Path]:
+    """Files of a record folder that go to MLflow, in a fixed order."""
+    return [folder / name for name in ARTIFACT_FILES if (folder / name).is_file()]
+
+
+def refuse_changed_tables(folder: Path, record: Record) -> None:
+    """Errors: RecordError when a table is not the one the record was written with; such a record is not uploaded."""
+    for name, digest in record.tables.items():
+        file = folder / f"{name}.parquet"
+        if not file.is_file() or file_sha256(file) != digest:
+            raise RecordError(
+                f"{file} is not the table that record {record.record_id} was written with; measure it anew"
+            )
+
+
+def content_digest(folder: Path) -> str:
+    """sha256 over record and verdict: another digest means that the run in MLflow is out of date."""
+    digest = hashlib.sha256()
+    for name in (RECORD_FILE, VERDICT_FILE):
+        file = folder / name
+        digest.update(file.read_bytes() if file.is_file() else b"")
+    return digest.hexdigest()[:32]

@@ -1,0 +1,140 @@
+"""Summary of a study for its parent run: a table of all cells and a plot of accuracy against memory."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from evalq.errors import RecordError
+from evalq.records import read_record
+from evalq.tracking.content import metrics_of, verdict_beside
+from evalq.tracking.manifest import Manifest
+
+COLUMNS = {  # heading -> metric, format
+    "word perplexity": ("quality/wikitext_word_perplexity", ".3f"),
+    "hellaswag acc_norm": ("quality/hellaswag_acc_norm", ".3f"),
+    "truthfulqa mc2": ("quality/truthfulqa_mc2_acc", ".3f"),
+    "weights GiB": ("memory/weight_gib", ".3f"),
+    "KV bytes/token": ("memory/kv_bytes_per_token", ",.0f"),
+    "output tokens/s": ("load/output_tokens_per_second", ",.0f"),
+}
+QUALITY = "quality/wikitext_word_perplexity"
+MEMORY = "memory/weight_gib"
+INCREASE = "quality/perplexity_increase_percent"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell of the summary."""
+
+    cell: str
+    is_baseline: bool
+    status: str
+    verdict: str
+    record_id: str
+    metrics: dict[str, float]
+
+
+def rows_of(manifest: Manifest, records: Path) -> list[Row]:
+    """Baseline first, the others by their weights, largest first. A record that cannot be read is left out."""
+    rows = []
+    for cell in manifest.cells:
+        folder = records / cell.folder
+        try:
+            record, verdict = read_record(folder), verdict_beside(folder)
+        except RecordError:
+            continue
+        word = "baseline" if record.cell.is_baseline else verdict.status if verdict else "none"
+        metrics = metrics_of(record, verdict).values
+        rows.append(Row(record.cell.quant, record.cell.is_baseline, record.status, word, record.record_id, metrics))
+    return sorted(rows, key=lambda row: (not row.is_baseline, -row.metrics.get(MEMORY, math.inf), row.cell))
+
+
+def counts(rows: list[Row]) -> dict[str, float]:
+    """How many cells came to which end."""
+    candidates = [row for row in rows if not row.is_baseline]
+    ends = ("PASS", "FAIL", "INCONCLUSIVE", "INVALID", "SUSPECT")
+    return {
+        "cells": float(len(rows)),
+        **{f"{end.lower()}_cells": float(sum(row.verdict == end for row in candidates)) for end in ends},
+        "failed_cells": float(sum(row.status != "complete" for row in rows)),
+    }
+
+
+def markdown(study: str, rows: list[Row]) -> str:
+    """The table of all cells, as Markdown."""
+    head = ["cell", "verdict", "perplexity increase % [interval]", *COLUMNS]
+    lines = [f"### {study}", "", _line(head), _line(["---"] * len(head))]
+    for row in rows:
+        verdict = row.verdict if row.status == "complete" else f"{row.verdict} ({row.status})"
+        figures = [_figure(row.metrics.get(metric), form) for metric, form in COLUMNS.values()]
+        lines.append(_line([row.cell, verdict, _increase(row.metrics), *figures]))
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _increase(metrics: dict[str, float]) -> str:
+    if INCREASE not in metrics:
+        return "–"
+    low, high = metrics.get(f"{INCREASE}_low"), metrics.get(f"{INCREASE}_high")
+    return f"{metrics[INCREASE]:+.2f} [{_figure(low, '+.2f')}, {_figure(high, '+.2f')}]"
+
+
+def write(folder: Path, study: str, rows: list[Row]) -> None:
+    """summary.md, summary.json and, where there is something to draw, accuracy_against_memory.png."""
+    (folder / "summary.md").write_text(markdown(study, rows), encoding="utf-8")
+    data = {"study": study, "cells": [asdict(row) for row in rows]}
+    (folder / "summary.json").write_text(json.dumps(data, indent=1, allow_nan=False), encoding="utf-8")
+    drawn = [row for row in rows if QUALITY in row.metrics and MEMORY in row.metrics]
+    if drawn:
+        _plot(folder / "accuracy_against_memory.png", study, drawn)
+
+
+def _plot(file: Path, study: str, rows: list[Row]) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    baseline = next((row.metrics[QUALITY] for row in rows if row.is_baseline), None)
+    for row in rows:
+        x, y = row.metrics[MEMORY], row.metrics[QUALITY]
+        axes.errorbar(x, y, yerr=_bars(row, baseline), fmt="s" if row.is_baseline else "o", capsize=4)
+        label = row.cell if row.is_baseline else f"{row.cell}: {row.verdict}"
+        axes.annotate(label, (x, y), xytext=(8, 6), textcoords="offset points", fontsize=9)
+    front = pareto([(row.metrics[MEMORY], row.metrics[QUALITY]) for row in rows])
+    axes.plot(*zip(*front, strict=True), linestyle=":", color="grey", zorder=0, label="no cell is better in both")
+    axes.set_xlabel("weights, GiB")
+    axes.set_ylabel("wikitext word perplexity (bars: interval of the paired increase)")
+    axes.set_title(study)
+    axes.margins(0.15)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(file)
+
+
+def _bars(row: Row, baseline: float | None) -> Any:
+    """Distances below and above a point, from the paired interval applied to the baseline. None without one."""
+    low, high = row.metrics.get(f"{INCREASE}_low"), row.metrics.get(f"{INCREASE}_high")
+    if baseline is None or low is None or high is None:
+        return None
+    y = row.metrics[QUALITY]
+    return [[max(y - baseline * (1 + low / 100), 0.0)], [max(baseline * (1 + high / 100) - y, 0.0)]]
+
+
+def pareto(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Points that no other point beats in both coordinates (smaller is better), by the first coordinate."""
+    front: list[tuple[float, float]] = []
+    for x, y in sorted(set(points)):
+        if not front or y < front[-1][1]:
+            front.append((x, y))
+    return front
