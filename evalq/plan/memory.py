@@ -33,8 +33,9 @@ SCALE_BYTES = 4  # float32
 LATENT_SCALE_GROUP = 128  # fp8_ds_mla and the indexer keep one float32 scale per 128 values
 DEFAULT_BLOCK_TOKENS = 16
 
-# Margins, stated rather than computed. Source: one H200, Llama-3-8B shapes, vLLM at utilisation 0.5: of 69.9 GiB, 2.0 GiB
-# were neither weights nor KV pool, of which activations of its 16,384-token step are 1.6 GiB by the formula below.
+# Margins, stated rather than computed. Source: one H200, Llama-3-8B shapes, vLLM at utilisation 0.5: of 69.9 GiB,
+# 2.0 GiB were neither weights nor KV pool, of which the activations of a step of 16,384 tokens (the engine's default
+# there) are 1.6 GiB by the formula below. That of several GPUs is a guess of ours, not measured.
 CONTEXT_BYTES = round(0.35 * GIB)  # CUDA or HIP context and libraries, per GPU
 COMMUNICATION_BYTES = round(0.6 * GIB)  # NCCL or RCCL buffers and all-reduce workspaces, per GPU of several
 GRAPH_BYTES = round(0.3 * GIB)  # captured graphs, per GPU; none when enforce_eager
@@ -93,7 +94,7 @@ def local_shape(module: Module, facts: ModelFacts, tp: int, ep: bool) -> tuple[t
 
 
 def stage_layers(num_layers: int, pp: int) -> tuple[range, ...]:
-    """Layers of each pipeline stage, as vLLM divides them: a remainder goes to the stages before the last, from behind."""
+    """Layers of each pipeline stage, as vLLM divides them: a remainder goes to the stages before the last."""
     counts = [num_layers // pp] * pp
     for i in range(2, num_layers % pp + 2):
         counts[-i] += 1
@@ -179,7 +180,7 @@ def kv_bytes_per_token(facts: ModelFacts, kv_cache_dtype: str, tp: int = 1) -> i
 def kv_bytes_for_context(
     facts: ModelFacts, kv_cache_dtype: str, context: int, tp: int = 1, step_tokens: int = 0, layers: range | None = None
 ) -> int:
-    """KV bytes of one request of `context` tokens on one GPU; a layer with a window keeps that and one step's tokens."""
+    """KV bytes of one request of `context` tokens on one GPU; a layer with a window keeps that and one step."""
     each = kv_bytes_per_layer(facts, kv_cache_dtype, tp)
     chosen = layers if layers is not None else range(facts.num_layers)
     windows = (facts.windows[layer] for layer in chosen)
@@ -241,7 +242,7 @@ def _stage_memory(facts: ModelFacts, gpu: GpuFacts, settings: Settings, weights:
 
 
 def pool_tokens(facts: ModelFacts, memory: GpuMemory, settings: Settings) -> int:
-    """Tokens the pool holds, in whole blocks. With sliding windows: at the engine's maximal length, as vLLM reports it."""
+    """Tokens the pool holds, in whole blocks. With sliding windows: at the engine's maximal length, as in vLLM."""
     if memory.kv_pool <= 0:
         return 0
     block = settings.block_size or DEFAULT_BLOCK_TOKENS
