@@ -16,6 +16,8 @@ from evalq.quantize.scheme import Layer
 from evalq.quantize.tensors import ITEM_BYTES
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     import torch
 
     from evalq.quantize.rounding import Rounded
@@ -74,7 +76,9 @@ def stored_tensors(layer: Layer) -> list[Stored]:
     return [Stored(f"{module}.weight", "I8" if weights.type == "int" else "F8_E4M3", (rows, columns)), scale]
 
 
-def round_layer(layer: Layer, weight: torch.Tensor, clip_search: bool) -> tuple[dict[str, torch.Tensor], Rounded]:
+def round_layer(
+    layer: Layer, weight: torch.Tensor, clip_search: bool, pool: Executor
+) -> tuple[dict[str, torch.Tensor], Rounded]:
     """Round one matrix (out_features, in_features); returns its stored tensors by name and what rounding cost.
 
     Errors: ValueError when a weight is not finite.
@@ -86,10 +90,10 @@ def round_layer(layer: Layer, weight: torch.Tensor, clip_search: bool) -> tuple[
     args, module = layer.weights, layer.module
     codes = Codes(args.num_bits, args.type == "float")
     if args.strategy == "tensor":
-        rounded = tensor_scale(weight, codes, clip_search)
+        rounded = tensor_scale(weight, codes, clip_search, pool)
     else:
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[scale_dtype(layer)]
-        rounded = round_weight(weight, codes, args.group_size or weight.shape[1], dtype, clip_search)
+        rounded = round_weight(weight, codes, args.group_size or weight.shape[1], dtype, clip_search, pool)
     if storage_format(layer.scheme) != PACKED:
         return {f"{module}.weight": rounded.codes, f"{module}.weight_scale": rounded.scales}, rounded
     tensors = {

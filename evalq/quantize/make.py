@@ -21,6 +21,8 @@ from evalq.quantize.writer import CheckpointWriter
 from evalq.records import file_sha256, write_text
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     import torch
 
     from evalq.quantize.rounding import Rounded
@@ -132,19 +134,22 @@ def _write_config(job: Job, folder: Path) -> None:
 
 def _write_weights(job: Job, writer: CheckpointWriter, progress: Progress | None) -> dict[str, Any]:
     """Round or copy tensor by tensor; returns the report. Progress counts rounded weights."""
+    from evalq.quantize.rounding import rounding_threads
+
     total = sum(layer.info.shape[0] * layer.info.shape[1] for layer in job.layers.values())
     done = 0
     costs: dict[str, Rounded] = {}
-    for name, info in job.tensors.items():
-        module = name.removesuffix(".weight")
-        layer = job.layers.get(module) if name.endswith(".weight") else None
-        if progress is not None:
-            progress(done, total, f"rounding {module}" if layer else f"copying {name}")
-        if layer is None:
-            _copy(writer, info)
-            continue
-        costs[module] = _round(writer, layer, job.quant.clip_search)
-        done += layer.info.shape[0] * layer.info.shape[1]
+    with rounding_threads() as pool:
+        for name, info in job.tensors.items():
+            module = name.removesuffix(".weight")
+            layer = job.layers.get(module) if name.endswith(".weight") else None
+            if progress is not None:
+                progress(done, total, f"rounding {module}" if layer else f"copying {name}")
+            if layer is None:
+                _copy(writer, info)
+                continue
+            costs[module] = _round(writer, layer, job.quant.clip_search, pool)
+            done += info.shape[0] * info.shape[1]
     if progress is not None:
         progress(total, total, "writing to disk")
     return _report(job, costs)
@@ -157,9 +162,9 @@ def _copy(writer: CheckpointWriter, info: TensorInfo) -> None:
         raise MeasurementError(f"{info.file} became shorter while it was read; copy it again", "checkpoint") from error
 
 
-def _round(writer: CheckpointWriter, layer: Layer, clip_search: bool) -> Rounded:
+def _round(writer: CheckpointWriter, layer: Layer, clip_search: bool, pool: Executor) -> Rounded:
     try:
-        tensors, cost = round_layer(layer, load(layer.info), clip_search)
+        tensors, cost = round_layer(layer, load(layer.info), clip_search, pool)
     except ValueError as error:
         raise MeasurementError(
             f"the tensor {layer.info.name} of {layer.info.file} cannot be rounded: {error}; use a sound checkpoint",
