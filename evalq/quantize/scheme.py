@@ -10,6 +10,7 @@ from typing import Any
 
 from evalq.config import QuantArgs, QuantConfig, QuantGroup
 from evalq.errors import ConfigError
+from evalq.facts.schemes import matches
 from evalq.quantize.tensors import TensorInfo
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
@@ -27,6 +28,7 @@ VISION_PART = re.compile(
 EXPERT = re.compile(r"^(.*\.experts)\.\d+\.")
 TRANSPOSED_MODELS = ("gpt2", "openai-gpt")  # their matrices are stored (in, out), unlike a Linear's (out, in)
 GROUP_SIZES = (32, 64, 128)
+PACKED_BITS = (4, 8)  # 3 does not divide 32, and vLLM and compressed-tensors lay it out differently
 
 
 @dataclass(frozen=True)
@@ -58,16 +60,10 @@ def _is_embedding(tensor: str) -> bool:
     return "embed" in leaf or leaf in EMBEDDING_NAMES
 
 
-def matches(module: str, pattern: str) -> bool:
-    """compressed-tensors' rule: "re:" patterns match from the start of the name, anything else is the whole name."""
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    return module == pattern
-
-
 def assign_layers(tensors: dict[str, TensorInfo], config: dict[str, Any], quant: QuantConfig) -> dict[str, Layer]:
     """The matrices to round, by module name. Errors: one ConfigError listing every problem of scheme and model."""
-    problems = [*_source_problems(tensors, config, quant), *_pattern_problems(quant), *_args_problems(quant)]
+    check_scheme(quant)
+    problems = _source_problems(tensors, config, quant)
     if problems:
         raise ConfigError(*problems)
     modules = linear_modules(tensors.values())
@@ -84,9 +80,18 @@ def assign_layers(tensors: dict[str, TensorInfo], config: dict[str, Any], quant:
     return layers
 
 
-def _source_problems(tensors: dict[str, TensorInfo], config: dict[str, Any], quant: QuantConfig) -> list[str]:
+def check_scheme(quant: QuantConfig) -> None:
+    """Whether evalq can make this scheme at all, whatever the model. Errors: ConfigError listing every problem."""
     if quant.origin != "evalq" or not quant.groups:
-        return [f"quant {quant.name} has origin={quant.origin} and no checkpoint to make; use one with origin=evalq"]
+        raise ConfigError(
+            f"quant {quant.name} has origin={quant.origin} and no checkpoint to make; use a scheme with origin=evalq"
+        )
+    problems = _args_problems(quant)
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _source_problems(tensors: dict[str, TensorInfo], config: dict[str, Any], quant: QuantConfig) -> list[str]:
     if config.get("quantization_config"):
         method = dict(config["quantization_config"]).get("quant_method", "unknown")
         return [f"the source checkpoint is quantised already ({method}); give its 16-bit original as model.path"]
@@ -103,21 +108,9 @@ def _source_problems(tensors: dict[str, TensorInfo], config: dict[str, Any], qua
     return []
 
 
-def _pattern_problems(quant: QuantConfig) -> list[str]:
-    problems = []
-    named = [(f"quant.groups.{name}.targets", group.targets) for name, group in quant.groups.items()]
-    for where, patterns in [*named, ("quant.ignore", quant.ignore)]:
-        for pattern in patterns:
-            try:
-                re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
-            except re.error as error:
-                problems.append(f"{where}: {pattern!r} is no regular expression ({error}); correct it")
-    return problems
-
-
 def _args_problems(quant: QuantConfig) -> list[str]:
     """What evalq rounds: int weights (channel, group; 8 bit with int8 activations), E4M3 weights (tensor, channel)."""
-    problems = []
+    problems: list[str] = []
     for name, group in quant.groups.items():
         weights, inputs, where = group.weights, group.input_activations, f"quant.groups.{name}"
         if weights is None:
@@ -130,10 +123,11 @@ def _args_problems(quant: QuantConfig) -> list[str]:
             problems.append(
                 f"{where}.weights.strategy={weights.strategy} cannot be made; allowed: {', '.join(allowed)}"
             )
-        if (weights.type == "float" or inputs is not None) and weights.num_bits != 8:
+        bits = PACKED_BITS if weights.type == "int" and inputs is None else (8,)
+        if weights.num_bits not in bits:
             problems.append(
                 f"{where}.weights.num_bits={weights.num_bits} cannot be made with type={weights.type} and these "
-                "activations; use 8 bit, or int weights with input_activations=null"
+                f"activations; allowed: {_either([str(b) for b in bits])}"
             )
         if inputs is not None and (inputs.type, inputs.num_bits, inputs.strategy, inputs.dynamic, inputs.symmetric) != (
             weights.type, 8, "token", True, True,

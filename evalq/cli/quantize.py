@@ -1,0 +1,111 @@
+"""evalq quantize: make the checkpoint of a scheme, and nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from evalq.errors import EXIT_PASS
+
+if TYPE_CHECKING:
+    from evalq.config import RunConfig
+    from evalq.quantize.store import Progress
+
+REPORT_LINES = 8  # groups shown; a scheme has one or two
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="evalq quantize",
+        description="Make the compressed-tensors checkpoint of a scheme: weights rounded to nearest, with a search of "
+        "the clipping range of each group. vLLM loads the folder as it is. One that exists already is not made again.",
+        epilog="The last line on standard output is one JSON document: path, bytes (of the safetensors files), "
+        "seconds, recipe_hash. Example: evalq quantize +model=smollm2-135m +quant=w4a16 --out w4a16",
+    )
+    result.add_argument("overrides", nargs="+", help="+model=NAME +quant=NAME and further settings, as key=value")
+    result.add_argument(
+        "--out",
+        type=Path,
+        help="folder that becomes the checkpoint; default: a folder named by content in paths.checkpoints",
+    )
+    return result
+
+
+def main(argv: list[str]) -> int:
+    """Errors: EvalqError, for the dispatcher to print."""
+    args = parser().parse_args(argv)
+    run(args.overrides, args.out)
+    return EXIT_PASS
+
+
+def run(overrides: list[str], out: Path | None) -> None:
+    """Compose the config, find the source, make the checkpoint, print the result. Errors: EvalqError."""
+    from evalq.app import compose
+
+    started = time.monotonic()
+    config: RunConfig = compose(overrides)
+    with progress_bar(config.progress) as progress:
+        folder = make(config, out, progress)
+    print_costs(folder)
+    document = {
+        "path": str(folder),
+        "bytes": sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+        "seconds": round(time.monotonic() - started, 3),
+        "recipe_hash": json.loads((folder / "quantization_report.json").read_text(encoding="utf-8"))["recipe_hash"],
+    }
+    print(json.dumps(document))
+
+
+def make(config: RunConfig, out: Path | None, progress: Progress | None) -> Path:
+    """The checkpoint folder of a composed config; its scheme is checked before the source is fetched."""
+    from evalq.quantize import make_checkpoint, make_checkpoint_at, source_checkpoint
+    from evalq.quantize.scheme import check_scheme
+
+    check_scheme(config.quant)
+    root = Path(config.paths.root)
+    source = source_checkpoint(config.model, root / config.paths.models, progress)
+    if out is not None:
+        return make_checkpoint_at(source, config.quant, out.absolute(), progress)
+    return make_checkpoint(source, config.quant, root / config.paths.checkpoints, progress)
+
+
+@contextmanager
+def progress_bar(shown: bool) -> Iterator[Progress | None]:
+    """A bar with the time left on standard error; the stage's name tells what is counted."""
+    if not shown:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=Console(stderr=True)) as bar:
+        task = bar.add_task("checking")
+        last_verb = ""
+
+        def advance(done: int, total: int, stage: str) -> None:
+            nonlocal last_verb
+            verb = stage.partition(" ")[0].replace("copying", "rounding")
+            if verb != last_verb:  # the time left is estimated anew for each stage
+                bar.reset(task)
+                last_verb = verb
+            bar.update(task, completed=done, total=max(total, 1), description=stage)
+
+        yield advance
+
+
+def print_costs(folder: Path) -> None:
+    """What rounding cost, group by group, for people, on standard error."""
+    report = json.loads((folder / "quantization_report.json").read_text(encoding="utf-8"))
+    for name, group in list(report["groups"].items())[:REPORT_LINES]:
+        print(
+            f"{name}: {group['layers']} layers, {group['weights']:,} weights, {group['format']}, "
+            f"relative squared error {group['relative_squared_error']:.3g} (most in {group['worst_layer']})",
+            file=sys.stderr,
+        )
