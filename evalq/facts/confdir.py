@@ -18,6 +18,7 @@ def conf_dir() -> Path:
     raise ConfigError(f"no conf folder in {package} or beside it; install evalq again or run from its source tree")
 
 
-def names(group: str) -> list[str]:
+@cache
+def names(group: str) -> tuple[str, ...]:
     """Names of one configuration group, e.g. names("gpu"); empty when the group has no folder."""
-    return sorted(file.stem for file in (conf_dir() / group).glob("*.yaml"))
+    return tuple(sorted(file.stem for file in (conf_dir() / group).glob("*.yaml")))

@@ -1,8 +1,8 @@
 """A light composer: conf/ and an override list to a RunConfig, without Hydra, so that planning starts in milliseconds.
 
 It understands what the planner's command line needs: config.yaml's defaults list, one file per group with its own
-`override /group: name` lines, `group=name`, `+group=a,b` and `group.key=value`. Later wins: schema defaults, group files
-in the order of the defaults list, config.yaml's own values, experiment, overrides.
+`override /group: name` lines, `group=name`, `+group=a,b` and `group.key=value`. Later wins: schema defaults, group
+files in the order of the defaults list, config.yaml's own values, experiment, overrides.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def parse(overrides: list[str]) -> Request:
 
 
 def _names_of(group: str, value: str) -> list[str]:
-    chosen = names(group) if value == "all" else [part.strip() for part in value.split(",") if part.strip()]
+    chosen = list(names(group)) if value == "all" else [part.strip() for part in value.split(",") if part.strip()]
     for name in chosen:
         if name not in names(group):
-            raise ConfigError(f"{group}={name!r} is not in conf/{group}: {nearest(name, tuple(names(group)))}")
+            raise ConfigError(f"{group}={name!r} is not in conf/{group}: {nearest(name, names(group))}")
     if not chosen:
         raise ConfigError(f"{group}= names nothing; allowed: {', '.join(names(group))}")
     return chosen
@@ -88,7 +88,8 @@ def compose(request: Request, cell: dict[str, str]) -> RunConfig:
     chosen.update({group: name for group, name in cell.items() if group in GROUPS})
     _follow_overrides(chosen, cell)
     for group, name in chosen.items():
-        layers.append((group, _read(group, name)[0]))
+        if names(group):  # a tree without a group has that group's schema defaults
+            layers.append((group, _read(group, name)[0]))
     config: dict[str, Any] = {}
     for group, values in layers:
         config[group] = _merged(config.get(group, {}), values)
@@ -100,7 +101,7 @@ def compose(request: Request, cell: dict[str, str]) -> RunConfig:
 
 def _follow_overrides(chosen: dict[str, str], cell: dict[str, str]) -> None:
     """A group file may choose other groups (`override /data: hub`); what the user chose stays."""
-    for group in list(chosen):
+    for group in [group for group in chosen if names(group)]:
         for other, name in _read(group, chosen[group])[1].items():
             if other not in cell:
                 chosen[other] = name

@@ -41,7 +41,7 @@ def check_capabilities(look: Look) -> Iterator[Violation]:
     for need, what in missing.items():
         if need and not look.gpu.can(need):
             rule = RULES[_SPOKEN_FOR.get(need, "capability")]
-            yield broken(rule, f"{what} needs {CAPABILITIES.get(need, need)}, which {look.gpu.title} lacks")
+            yield broken(rule, f"{what}: {look.gpu.title} lacks {CAPABILITIES.get(need, need)}")
 
 
 def check_cpu(look: Look) -> Iterator[Violation]:

@@ -48,6 +48,8 @@ def _check_kv_heads(look: Look, tp: int) -> Iterator[Violation]:
 
 def check_layers(look: Look) -> Iterator[Violation]:
     """group-divides, pack-divides, block-divides: the first layer of each kind that breaks one, by name."""
+    if next(check_scheme(look), None) is not None:
+        return  # a scheme that does not apply has no shapes worth naming
     seen: set[tuple[str, str]] = set()
     for module, scheme in look.assigned:
         if scheme is None or len(module.shape) != 2:
