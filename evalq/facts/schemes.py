@@ -18,7 +18,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -86,29 +86,32 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 def assign(facts: ModelFacts, quant: QuantConfig) -> tuple[Assigned, ...]:
     """Every module of the model with the scheme that its layers get. Errors: ConfigError for an unknown scheme."""
-    return _assign_cached(facts.modules, json.dumps(facts.quantization, sort_keys=True), json.dumps(asdict(quant)))
+    quant_text = repr((quant.origin, quant.engine_quantization, quant.groups, quant.ignore))
+    key = _Key((facts.architecture, quant_text, json.dumps(facts.quantization, sort_keys=True)), facts, quant)
+    return _assign_cached(key)
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What the assignment depends on, hashable; facts and quant ride along."""
+
+    text: tuple[str, str, str]
+    facts: ModelFacts = field(compare=False)
+    quant: QuantConfig = field(compare=False)
+    modules: tuple[Module, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "modules", self.facts.modules)
 
 
 @lru_cache(maxsize=512)
-def _assign_cached(modules: tuple[Module, ...], own: str, quant_text: str) -> tuple[Assigned, ...]:
-    quant = _quant_from(json.loads(quant_text))
-    published = json.loads(own)
+def _assign_cached(key: _Key) -> tuple[Assigned, ...]:
+    modules, quant, published = key.modules, key.quant, key.facts.quantization
     if quant.origin == "engine" and not published:
         return _assign_online(modules, quant)
     if quant.origin == "evalq":
         return _assign_groups(modules, quant.groups, quant.ignore)
     return _assign_published(modules, published) if published else tuple(Assigned(m, None) for m in modules)
-
-
-def _quant_from(data: dict[str, Any]) -> QuantConfig:
-    def args(value: dict[str, Any] | None) -> QuantArgs | None:
-        return None if value is None else QuantArgs(**value)
-
-    groups = {
-        name: QuantGroup(group["targets"], args(group["weights"]), args(group["input_activations"]))
-        for name, group in data.pop("groups").items()
-    }
-    return QuantConfig(**data, groups=groups)
 
 
 def _assign_groups(
@@ -177,7 +180,7 @@ def _online_skips(module: Module) -> bool:
     return module.part == "indexer" and not module.name.endswith("wq_b")
 
 
-def _assign_published(modules: tuple[Module, ...], own: dict[str, Any]) -> tuple[Assigned, ...]:
+def _assign_published(modules: tuple[Module, ...], own: Mapping[str, Any]) -> tuple[Assigned, ...]:
     """What a checkpoint's own quantization_config says: FP8 blocks, compressed-tensors groups or MXFP4 experts."""
     method = own.get("quant_method")
     if method == "compressed-tensors":

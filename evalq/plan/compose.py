@@ -7,7 +7,6 @@ files in the order of the defaults list, config.yaml's own values, experiment, o
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import re
@@ -143,7 +142,7 @@ def _parsed(group: str, name: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _read(group: str, name: str) -> tuple[dict[str, Any], dict[str, str]]:
     body, chosen = _parsed(group, name)
-    return copy.deepcopy(body), dict(chosen)
+    return dict(body), dict(chosen)
 
 
 def _chosen_groups(defaults: list[Any]) -> dict[str, str]:
@@ -179,8 +178,8 @@ def _set(config: dict[str, Any], dotted: str, text: str) -> None:
     *parents, last = dotted.split(".")
     place = config
     for part in parents:
-        if not isinstance(place.get(part), dict):
-            place[part] = {}
+        inner = place.get(part)
+        place[part] = dict(inner) if isinstance(inner, dict) else {}  # parsed files are cached: never write into them
         place = place[part]
     place[last] = Text(text)
 

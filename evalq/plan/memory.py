@@ -127,7 +127,8 @@ def stage_weight_bytes(
                 totals[place] += each * max(1, len(module.layers))
             continue
         for index, layers in enumerate(stages):
-            totals[index] += each * sum(1 for layer in module.layers if layer in layers)
+            here = len(module.layers) if pp == 1 else sum(1 for layer in module.layers if layer in layers)
+            totals[index] += each * here
     return tuple(totals)
 
 
@@ -182,8 +183,10 @@ def kv_bytes_for_context(
 ) -> int:
     """KV bytes of one request of `context` tokens on one GPU; a layer with a window keeps that and one step."""
     each = kv_bytes_per_layer(facts, kv_cache_dtype, tp)
-    chosen = layers if layers is not None else range(facts.num_layers)
-    windows = (facts.windows[layer] for layer in chosen)
+    windows = facts.windows if layers is None else facts.windows[layers.start : layers.stop]
+    full = windows.count(None)
+    if full == len(windows):
+        return each * context * full
     return each * sum(context if w is None else min(context, w + step_tokens) for w in windows)
 
 
