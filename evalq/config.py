@@ -107,12 +107,12 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     max_model_len: int | None = None  # tokens; null = the largest window the tasks need, and a little more
-    max_num_seqs: int = 64
+    max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     block_size: int | None = None  # tokens; null = the engine's own default for the device
     enforce_eager: bool = False
     attention_backend: str | None = None
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True  # read only where tasks.share_prefixes allows it
     enable_chunked_prefill: bool = True
     load_format: str = "auto"  # auto | dummy (random weights: memory and speed only, never quality)
     seed: int = 0
@@ -148,6 +148,7 @@ class TasksConfig:
     choice_window: int = 2048  # tokens
     topk: int = 0  # log-probabilities kept per scored token for fidelity; 0 = target and top-1 only
     keep_tokens: bool = True  # per-token log-probabilities of the perplexity documents
+    share_prefixes: bool = True  # choice tasks: compute a common context once; never for a quantised KV cache
     scorer: str = "hook"  # hook (inside the engine) | prompt_logprobs (the engine's public interface)
 
 

