@@ -7,6 +7,7 @@ second, from the maker's data sheet: peaks that no program reaches, so what is d
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -170,6 +171,11 @@ def _check_memory(device_name: str, name: str, memory_bytes: int | None) -> None
         f"device {device_name!r} shows {memory_bytes / GIB:.1f} GiB where {name} has {expected / GIB:.1f} GiB; "
         f"a slice of a GPU or another model: give gpu=NAME yourself"
     )
+
+
+def host_memory_bytes() -> int:
+    """Memory of this host as its kernel shows it; a virtual machine may show less than it has until it is used."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def detect() -> str:

@@ -39,7 +39,7 @@ DEFAULT_BLOCK_TOKENS = 16
 CONTEXT_BYTES = round(0.35 * GIB)  # CUDA or HIP context and libraries, per GPU
 COMMUNICATION_BYTES = round(0.6 * GIB)  # NCCL or RCCL buffers and all-reduce workspaces, per GPU of several
 GRAPH_BYTES = round(0.3 * GIB)  # captured graphs, per GPU; none when enforce_eager
-HEADER_ENTRY_BYTES = 62  # safetensors' JSON for one tensor beside its name, shape and offsets
+HEADER_ENTRY_BYTES = 52  # safetensors' JSON for one tensor beside its name, shape and offsets
 
 
 @dataclass(frozen=True)

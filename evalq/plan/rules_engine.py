@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from evalq.facts.gpus import GIB
+from evalq.facts.gpus import GIB, host_memory_bytes
 from evalq.plan.memory import kv_bytes_for_context
 from evalq.plan.rulebook import RETIRED_FLAGS, RETIRED_QUANTIZATIONS, RULES
 from evalq.plan.violation import Look, Violation, broken
@@ -16,8 +16,10 @@ MAX_BATCHED_TOKENS = 65536
 
 
 def check_memory(look: Look) -> Iterator[Violation]:
-    """weights-fit, kv-room, utilisation-high."""
+    """weights-fit, kv-room, utilisation-high, host-memory."""
     memory, settings = look.memory, look.settings
+    if look.gpu.vendor == "cpu":
+        yield from _host_memory(look)
     if look.gpu.vendor != "cpu" and settings.memory_utilization > UTILISATION:
         yield broken(RULES["utilisation-high"], f"gpu.memory_utilization={settings.memory_utilization}")
     if memory.budget is not None and memory.kv_pool <= 0:
@@ -35,6 +37,16 @@ def check_memory(look: Look) -> Iterator[Violation]:
             RULES["kv-room"],
             f"one request of max_model_len={settings.max_model_len:,} tokens needs {needed / GIB:.2f} GiB of KV cache "
             f"per GPU and the pool has {memory.kv_pool / GIB:.2f} GiB",
+        )
+
+
+def _host_memory(look: Look) -> Iterator[Violation]:
+    wanted, shown = look.memory.weights + look.memory.kv_pool, host_memory_bytes()
+    if wanted > shown:
+        yield broken(
+            RULES["host-memory"],
+            f"weights and KV pool take {wanted / GIB:.1f} GiB and this host shows {shown / GIB:.1f} GiB",
+            "error" if wanted > 2 * shown else None,
         )
 
 
