@@ -21,16 +21,13 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Ratio:
-    """D = sum d / sum w with its standard error; `clusters` are what was sampled, df = clusters - 1."""
+    """D = sum d / sum w with its standard error; `clusters` are what was sampled, `df` what they are worth."""
 
     value: float
     se: float
     clusters: int
+    df: float
     method: str
-
-    @property
-    def df(self) -> int:
-        return self.clusters - 1
 
     def interval(self, confidence: float) -> tuple[float, float]:
         """Two-sided Student interval at `confidence`."""
@@ -60,9 +57,9 @@ def ratio(d: Floats, w: Floats, clusters: NDArray[Any] | None = None, method: st
     """Ratio estimate sum d / sum w with a standard error clustered by document (or by `clusters`).
 
     method: "linearised" scales the squared residuals by n/(n-1) (Cochran 1977, section 6.4; with tokens as their own
-    clusters it is the paired covariance of llama.cpp's perplexity tool). "jackknife" divides each residual by one minus
-    its leverage w_i / sum w (delete-one-document jackknife; CR3 of Bell and McCaffrey 2002), which is larger when few
-    documents hold most of the words.
+    clusters it is the paired covariance of llama.cpp's perplexity tool); df = n - 1. "jackknife" leaves out one document
+    at a time (CR3 of Bell and McCaffrey 2002), which is larger when few documents hold most of the words, and takes
+    its degrees of freedom from `effective_df`. With equal weights the two are the same.
     Errors: ValueError for fewer than two clusters, non-finite values or weights that are not positive.
     """
     d, w = cluster_sums(np.asarray(d, float), clusters), cluster_sums(np.asarray(w, float), clusters)
@@ -71,13 +68,30 @@ def ratio(d: Floats, w: Floats, clusters: NDArray[Any] | None = None, method: st
     value = float(d.sum()) / total
     residual = d - value * w
     if method == "linearised":
-        variance = n / (n - 1) * float(np.sum(residual**2)) / total**2
+        variance, df = n / (n - 1) * float(np.sum(residual**2)) / total**2, n - 1.0
     elif method == "jackknife":
         shift = residual / (total - w)  # D without document i differs from D by minus this
-        variance = (n - 1) / n * float(np.sum((shift - shift.mean()) ** 2))
+        variance, df = (n - 1) / n * float(np.sum((shift - shift.mean()) ** 2)), float(effective_df(w))
     else:
         raise ValueError(f"unknown method {method!r}; use linearised or jackknife")
-    return Ratio(value, math.sqrt(variance), n, f"ratio estimator, {method} standard error, t with {n - 1} df")
+    return Ratio(value, math.sqrt(variance), n, df, f"ratio estimator, {method} standard error, t with {df:.1f} df")
+
+
+def effective_df(w: Floats) -> Floats:
+    """Satterthwaite's degrees of freedom of the jackknife variance, (..., documents) -> (...).
+
+    As Bell and McCaffrey 2002 do, with the working variance of tokens that err independently: Var(d_i) ~ w_i. Equal
+    weights give n - 1; one long document among short ones gives few, however many there are.
+    """
+    total = w.sum(axis=-1, keepdims=True)
+    inverse = 1.0 / (total - w) ** 2  # the variance is e'Ae with A = diag(inverse), e = d - w * sum(d) / sum(w)
+    cross = inverse * w / total
+    level = np.sum(inverse * w * w, axis=-1) / total[..., 0] ** 2
+    s0, s1, s2 = w.sum(axis=-1), np.sum(w * cross, axis=-1), np.sum(w * cross**2, axis=-1)
+    trace = np.sum(inverse * w, axis=-1) - 2.0 * s1 + level * s0
+    off = 2.0 * s2 * s0 + 2.0 * s1**2 + level**2 * s0**2 - 4.0 * level * s1 * s0
+    plain = level[..., None] - 2.0 * cross
+    return np.asarray(trace**2 / (off + np.sum(w**2 * ((inverse + plain) ** 2 - plain**2), axis=-1)))
 
 
 def _refuse_bad(d: Floats, w: Floats) -> None:
@@ -115,8 +129,11 @@ def resample(d: Floats, w: Floats, resamples: int, seed: int) -> Resamples:
 def studentised_interval(
     d: Floats, w: Floats, confidence: float, resamples: int = 10_000, seed: int = 0
 ) -> tuple[float, float]:
-    """Bootstrap-t interval of D (Efron and Tibshirani 1993, section 12.5), documents drawn with replacement."""
-    point = ratio(d, w, method="linearised")
+    """Bootstrap-t interval of D (Efron and Tibshirani 1993, section 12.5), documents drawn with replacement.
+
+    Replicates are studentised by their linearised error, and the interval is scaled by the jackknife error of the data.
+    """
+    point = ratio(d, w)
     if point.se == 0.0:
         return point.value, point.value
     drawn = resample(np.asarray(d, float), np.asarray(w, float), resamples, seed)
@@ -125,6 +142,39 @@ def studentised_interval(
     tail = (1.0 - confidence) / 2.0
     low, high = np.quantile(t, [tail, 1.0 - tail])
     return float(point.value - high * point.se), float(point.value - low * point.se)
+
+
+@dataclass(frozen=True)
+class GateInterval:
+    """The interval the gate decides by: the outer bounds of a Student and a studentised bootstrap interval of D."""
+
+    student: tuple[float, float]
+    bootstrap: tuple[float, float]
+
+    @property
+    def low(self) -> float:
+        return min(self.student[0], self.bootstrap[0])
+
+    @property
+    def high(self) -> float:
+        return max(self.student[1], self.bootstrap[1])
+
+    @property
+    def differ(self) -> bool:
+        """Whether a bound of one is further from the other's than a tenth of the Student interval's width."""
+        shift = max(abs(a - b) for a, b in zip(self.student, self.bootstrap, strict=True))
+        return shift > 0.1 * (self.student[1] - self.student[0])
+
+
+def gate_interval(
+    d: Floats, w: Floats, confidence: float, resamples: int = 10_000, seed: int = 0
+) -> tuple[Ratio, GateInterval]:
+    """D and its interval. Why the outer bounds: a Student interval alone lets too much pass when few documents have
+    skewed damage, the bootstrap alone is short when they have symmetric heavy tails (docs/design/gate-interval.md).
+    """
+    found = ratio(d, w)
+    student = found.interval(confidence)
+    return found, GateInterval(student, studentised_interval(d, w, confidence, resamples, seed))
 
 
 def bca_interval(

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
-from evalq.judge.paired import Floats, Ratio, as_increase, ratio, studentised_interval
+from evalq.judge.paired import GateInterval, Ratio, as_increase, gate_interval
 from evalq.judge.pairs import DocumentPairs
 from evalq.judge.policy import METRIC_UNITS, Policy
+from evalq.judge.sequential import look_confidence, next_look
 from evalq.plan.power import documents_to_decide
 from evalq.records import Check, Estimate
-
-BOOTSTRAP_RESAMPLES = 2000
-DIFFER = 0.10  # of the interval's width: a bootstrap bound further off than this is shown too
 
 
 def perplexity_check(pairs: DocumentPairs, policy: Policy, floor: Estimate | None) -> Check:
@@ -22,10 +21,16 @@ def perplexity_check(pairs: DocumentPairs, policy: Policy, floor: Estimate | Non
     if n < 2:
         return _too_few(metric, n, policy)
     weights = pairs.counts[METRIC_UNITS[metric]]
-    found = ratio(pairs.d, weights)
-    low, high = found.interval(gate.confidence)
-    estimate = as_increase(f"{metric}_increase", found.value, low, high, gate.confidence, n, found.method)
-    estimate = dataclasses.replace(estimate, note=_notes(pairs, weights, found, policy, floor))
+    level = look_confidence(gate.looks, n, gate.confidence)
+    try:
+        found, interval = gate_interval(pairs.d, weights, level)
+    except ValueError as error:
+        return _check(metric, "INVALID", None, policy, f"cannot be estimated: {error}")
+    low, high = interval.low, interval.high
+    method = f"{found.method}, or studentised document bootstrap where that is wider"
+    method += f"; look {_look(gate.looks, n)}" if gate.looks else ""
+    estimate = as_increase(f"{metric}_increase", found.value, low, high, gate.confidence, n, method)
+    estimate = dataclasses.replace(estimate, note=_notes(found, interval, floor))
     if estimate.value is None or estimate.low is None or estimate.high is None:
         return _check(metric, "INVALID", estimate, policy, "the perplexity ratio is too large to be a number")
     status, reason = _decide(found, low, high, policy)
@@ -54,12 +59,14 @@ def _decide(found: Ratio, low: float, high: float, policy: Policy) -> tuple[str,
     if low > limit:
         return "FAIL", f"{said}: the lower bound is above the limit {policy.limit:.2%}"
     more = documents_to_decide(found.value, found.se, found.clusters, limit, policy.source.confidence)
+    following = next_look(policy.source.looks, found.clusters)
     advice = (
         "no number of documents would decide it"
         if more is None
         else f"about {more} more documents like these would decide"
     )
-    return "INCONCLUSIVE", f"{said}: the limit {policy.limit:.2%} lies inside the interval; {advice}"
+    plan = "" if following is None else f", and the next planned look is at {following}"
+    return "INCONCLUSIVE", f"{said}: the limit {policy.limit:.2%} lies inside the interval; {advice}{plan}"
 
 
 def is_warning(check: Check) -> bool:
@@ -70,12 +77,18 @@ def is_warning(check: Check) -> bool:
     return math.log1p(estimate.high) > math.log1p(check.target)
 
 
-def _notes(pairs: DocumentPairs, weights: Floats, found: Ratio, policy: Policy, floor: Estimate | None) -> str:
+def _look(looks: Sequence[int], n: int) -> str:
+    taken = sum(1 for count in looks if count < n) + 1
+    return f"{taken}, {n} of {looks[-1]} planned documents"
+
+
+def _notes(found: Ratio, interval: GateInterval, floor: Estimate | None) -> str:
     parts = []
-    low, high = found.interval(policy.source.confidence)
-    boot = studentised_interval(pairs.d, weights, policy.source.confidence, BOOTSTRAP_RESAMPLES)
-    if high > low and max(abs(boot[0] - low), abs(boot[1] - high)) > DIFFER * (high - low):
-        parts.append(f"studentised bootstrap: [{_percent(boot[0])}, {_percent(boot[1])}]")
+    if interval.differ:
+        student, boot = ([_percent(x) for x in bounds] for bounds in (interval.student, interval.bootstrap))
+        parts.append(
+            f"Student [{', '.join(student)}], studentised bootstrap [{', '.join(boot)}]: the wider bound decides"
+        )
     if floor is not None and floor.low is not None and floor.high is not None:
         width = max(abs(floor.low), abs(floor.high))
         inside = abs(math.expm1(found.value)) <= width

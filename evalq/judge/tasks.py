@@ -71,7 +71,8 @@ def accuracy_difference(pairs: ItemPairs, task: str, metric: str, confidence: fl
     value = float(difference.mean())
     name = f"{task}_{metric}_difference"
     if pairs.clusters is None and is_binary(pairs):
-        low, high = bonett_price_interval(pairs.baseline, pairs.candidate, confidence)
+        changed = mcnemar(pairs.baseline, pairs.candidate)
+        low, high = bonett_price_interval(changed.lost, changed.won, n, confidence)
         return Estimate(name, value, low, high, confidence, n, "paired, adjusted Wald (Bonett-Price)")
     clustered = ratio(difference, np.ones(n), pairs.clusters, method="jackknife")
     low, high = clustered.interval(confidence)
@@ -81,13 +82,12 @@ def accuracy_difference(pairs: ItemPairs, task: str, metric: str, confidence: fl
     return Estimate(name, value, low, high, confidence, n, f"paired, Student{sources}")
 
 
-def bonett_price_interval(baseline: Floats, candidate: Floats, confidence: float) -> tuple[float, float]:
-    """Interval of a difference of paired proportions with one pseudo-item in each changed cell."""
-    n = len(baseline)
-    lost = (float(np.sum((baseline == 1) & (candidate == 0))) + 1.0) / (n + 2.0)
-    won = (float(np.sum((baseline == 0) & (candidate == 1))) + 1.0) / (n + 2.0)
-    half = normal_quantile(0.5 + confidence / 2.0) * math.sqrt((lost + won - (won - lost) ** 2) / (n + 2.0))
-    return won - lost - half, won - lost + half
+def bonett_price_interval(lost: int, won: int, n: int, confidence: float) -> tuple[float, float]:
+    """Interval of (won - lost)/n, a difference of paired proportions: one pseudo-item in each changed cell."""
+    p_lost, p_won = (lost + 1.0) / (n + 2.0), (won + 1.0) / (n + 2.0)
+    value = p_won - p_lost
+    half = normal_quantile(0.5 + confidence / 2.0) * math.sqrt((p_lost + p_won - value**2) / (n + 2.0))
+    return value - half, value + half
 
 
 def _no_change_interval(value: float, clusters: int, confidence: float) -> tuple[float, float]:

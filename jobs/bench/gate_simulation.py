@@ -1,0 +1,171 @@
+"""Error rates and coverage of the gate, as a table in Markdown.
+
+    OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 python jobs/bench/gate_simulation.py --draws 10000 --out reports/gate-simulation.md
+
+One core, a few minutes at 10,000 draws.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from evalq import __version__
+from evalq.judge.simulation import EFFECTS, METHODS, TAILS, Draws, batch_intervals, draw, rates, sequential_bounds
+from evalq.judge.tasks import bonett_price_interval
+from evalq.plan.quantiles import share_interval
+
+DOCUMENTS = (10, 20, 62, 500)
+LOOKS = ((20, 40, 62), (62, 250, 500))
+NOISE = 0.004  # nats a word; a standard error near 0.07 % with 62 documents
+CONFIDENCE = 0.95
+TARGET, LIMIT = 0.01, 0.015
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=10_000, help="simulated comparisons per row (default: 10000)")
+    parser.add_argument("--resamples", type=int, default=1999, help="bootstrap resamples per interval (default: 1999)")
+    parser.add_argument("--seed", type=int, default=20, help="of the random numbers (default: 20)")
+    parser.add_argument("--out", metavar="FILE", help="where the report goes (default: standard output)")
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    lines = [*coverage_lines(arguments), *fixed_lines(arguments), *sequential_lines(arguments), *task_lines(arguments)]
+    seconds = time.perf_counter() - started
+    text = "\n".join([*head(arguments, seconds), *lines, ""])
+    if arguments.out:
+        Path(arguments.out).write_text(text, encoding="utf-8")
+    else:
+        print(text)
+    return 0
+
+
+def head(arguments: argparse.Namespace, seconds: float) -> list[str]:
+    error = 100 * (0.025 * 0.975 / arguments.draws) ** 0.5
+    return [
+        "# How often the gate is wrong",
+        "",
+        f"`OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 python jobs/bench/gate_simulation.py --draws {arguments.draws} --resamples {arguments.resamples} "
+        f"--seed {arguments.seed}`, {datetime.now(UTC):%Y-%m-%d}, {seconds:.0f} s on one core; evalq {__version__}, "
+        f"numpy {np.__version__}, Python {platform.python_version()}.",
+        "",
+        f"Target {TARGET:.1%}, limit {LIMIT:.1%}, two-sided confidence {CONFIDENCE:.0%}: each side is meant to err in "
+        f"2.5 % of cases; the requirement is at most 5 %. Monte Carlo error of a rate near 2.5 %: ±{error:.2f} points "
+        "(one standard deviation). Populations are described in evalq/judge/simulation.py. Figures in percent.",
+        "",
+        "A false pass is a PASS when the truth is at or above the target, or a PASS with a warning when it is at or "
+        "above the limit; a false fail is a FAIL when the truth is at or below the limit. **Bold**: outside the requirement.",
+    ]
+
+
+def samples(arguments: argparse.Namespace, tail: str, documents: int) -> tuple[Draws, np.random.Generator]:
+    rng = np.random.default_rng([arguments.seed, list(TAILS).index(tail), documents])
+    return draw(tail, documents, arguments.draws, NOISE, rng), rng
+
+
+def coverage_lines(arguments: argparse.Namespace) -> list[str]:
+    """Coverage of each interval, and how often the truth lies above its upper bound; fills the cache of gate bounds."""
+    lines = ["", "## Coverage of the intervals, and share of draws with the truth above the upper bound", ""]
+    lines += [
+        "| tail | documents | " + " | ".join(f"{name}" for name in METHODS) + " |",
+        "|---|---:|" + "---:|" * len(METHODS),
+    ]
+    for tail in TAILS:
+        for documents in DOCUMENTS:
+            data, rng = samples(arguments, tail, documents)
+            found = batch_intervals(data, CONFIDENCE, arguments.resamples, rng)
+            GATE[tail, documents] = found["gate"]
+            lines.append(f"| {tail} | {documents} | " + " | ".join(coverage(*found[name]) for name in METHODS) + " |")
+            print(lines[-1], file=sys.stderr)
+    return lines
+
+
+GATE: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]] = {}
+
+
+def coverage(low: np.ndarray, high: np.ndarray) -> str:
+    covered, above = 100 * float(np.mean((low <= 0) & (high >= 0))), 100 * float(np.mean(high < 0))
+    word = f"{covered:.1f}" if 93.0 <= covered <= 97.0 else f"**{covered:.1f}**"
+    return f"{word} (" + (f"{above:.1f}" if above <= 5.0 else f"**{above:.1f}**") + ")"
+
+
+def fixed_lines(arguments: argparse.Namespace) -> list[str]:
+    lines = ["", "## One look", "", *rate_head()]
+    for (tail, documents), bounds in GATE.items():
+        lines += rate_rows(tail, str(documents), [(documents, *bounds)])
+    return lines
+
+
+def sequential_lines(arguments: argparse.Namespace) -> list[str]:
+    lines = ["", "## Several looks (alpha spent as the square of the share of documents)", "", *rate_head()]
+    for tail in TAILS:
+        for looks in LOOKS:
+            data, rng = samples(arguments, tail, looks[-1])
+            bounds = sequential_bounds(data, looks, CONFIDENCE, 2 * arguments.resamples + 1, rng)
+            lines += rate_rows(tail, "/".join(map(str, looks)), bounds)
+            print(lines[-1], file=sys.stderr)
+    return lines
+
+
+def rate_head() -> list[str]:
+    names = (
+        "tail",
+        "documents",
+        "true %",
+        "PASS",
+        "warned",
+        "INCONCLUSIVE",
+        "FAIL",
+        "false pass",
+        "false fail",
+        "documents used",
+    )
+    return ["| " + " | ".join(names) + " |", "|---|---|" + "---:|" * (len(names) - 2)]
+
+
+def rate_rows(tail: str, documents: str, bounds: list[tuple[int, np.ndarray, np.ndarray]]) -> list[str]:
+    rows = []
+    for effect in EFFECTS:
+        found = rates(bounds, effect, TARGET, LIMIT)
+        wrong = [found.false_pass(TARGET, LIMIT), found.false_fail(LIMIT)]
+        marked = [f"{100 * x:.2f}" if x <= 0.05 else f"**{100 * x:.2f}**" for x in wrong]
+        shares = [f"{100 * x:.1f}" for x in (found.passed, found.warned, found.inconclusive, found.failed)]
+        cells = [tail, documents, f"{100 * effect:.1f}", *shares, *marked, f"{found.documents:.0f}"]
+        rows.append("| " + " | ".join(cells) + " |")
+    return rows
+
+
+def task_lines(arguments: argparse.Namespace) -> list[str]:
+    """Coverage of the intervals of task accuracies, over items that change sides with given rates."""
+    lines = ["", "## Intervals of task accuracies", ""]
+    lines += ["| items | right to wrong % | wrong to right % | difference (Bonett-Price) | flips (Clopper-Pearson) |"]
+    lines += ["|---:|---:|---:|---:|---:|"]
+    rng = np.random.default_rng(arguments.seed)
+    for items in (100, 817, 1000, 10_042):
+        for lost, won in ((0.0, 0.0), (0.01, 0.01), (0.03, 0.02), (0.08, 0.05)):
+            counts = rng.multinomial(items, [lost, won, 1 - lost - won], arguments.draws)
+            lines.append(task_row(items, lost, won, counts))
+    return lines
+
+
+def task_row(items: int, lost: float, won: float, counts: np.ndarray) -> str:
+    inside = {"difference": 0, "flips": 0}
+    pairs, repeats = np.unique(counts[:, :2], axis=0, return_counts=True)
+    for (a, b), times in zip(pairs.tolist(), repeats.tolist(), strict=True):
+        low, high = bonett_price_interval(a, b, items, CONFIDENCE)
+        inside["difference"] += times * (low <= won - lost <= high)
+        low, high = share_interval(a + b, items, CONFIDENCE)
+        inside["flips"] += times * (low <= lost + won <= high)
+    shares = [100 * inside[name] / len(counts) for name in ("difference", "flips")]
+    words = [f"{share:.1f}" if 93 <= share <= 97 else f"**{share:.1f}**" for share in shares]
+    return f"| {items} | {100 * lost:.0f} | {100 * won:.0f} | {words[0]} | {words[1]} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
