@@ -95,7 +95,9 @@ def model_facts(arch: Mapping[str, Any]) -> ModelFacts:
 
 
 def facts_of(model: ModelConfig) -> ModelFacts:
-    """Facts of a configured model: its `arch`, or the config.json of its `path`. Reads at most that one file."""
+    """Facts of a configured model: the config.json of its `path`, else its `arch`. Reads at most that one file."""
+    if model.path and (Path(model.path) / "config.json").is_file():
+        return model_facts(read_config(Path(model.path)))
     if model.arch:
         return model_facts(model.arch)
     if model.path:

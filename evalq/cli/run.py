@@ -1,0 +1,140 @@
+"""The run: `python -m evalq +model=NAME +quant=NAME [key=value ...]`, or `-m` with lists for a sweep."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from evalq.errors import EXIT_CONFIG, EXIT_PASS
+
+if TYPE_CHECKING:
+    from evalq.sweep import CellResult, SweepResult
+
+HELP = """\
+evalq: which quantization may I ship for this model on this GPU, and what does it cost me?
+
+  python -m evalq +model=NAME +quant=NAME [group=NAME ...] [key=value ...]   one scheme against its baseline
+  python -m evalq -m +model=NAME +quant=A,B,C                               a sweep: one baseline, one table
+  python -m evalq VERB [...]                                                 {verbs}
+
+{choices}
+
+What it does: runs the baseline (or reuses its record) and the scheme on vLLM, scores perplexity, hellaswag and truthfulqa with
+lm-eval, measures memory and throughput, logs to MLflow, and ends with one verdict against the perplexity budget.
+
+Often used keys
+  tasks.perplexity_limit=N   documents scored (all)        tasks.extra=[arc_easy,...]   further lm-eval tasks
+  data.root=/folder          for data=local                model.path=/folder           a checkpoint of your own
+  gate.target=1.0%           passes up to this increase    gate.limit=1.5%              never above this one
+  gate.strict=true           a pass with a warning fails   engine.max_num_batched_tokens=N   tokens per engine step
+  gpu.memory_utilization=0.9 share of GPU memory           gpu.cpu_kv_cache_gib=2       KV pool on the CPU, GiB
+  tracking.uri=URI           another MLflow server         paths.root=/folder           where everything goes
+
+Flags
+  --cfg job   print the composed config and stop           -m   sweep over comma-separated values
+  --help      this text
+
+Exit codes: 0 pass, 1 quality fail, 2 usage or config, 3 inconclusive, 4 infeasible, 5 measurement or infrastructure failure.
+The last line on standard output is one JSON document.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Compose, run, show. Errors: EvalqError."""
+    if any(argument in ("--help", "-h") for argument in argv):
+        print(help_text())
+        return EXIT_PASS
+    if not argv:
+        print(help_text(), file=sys.stderr)
+        print("evalq: give at least +model=NAME and +quant=NAME", file=sys.stderr)
+        return EXIT_CONFIG
+    from evalq.app import collect
+
+    configs = collect(argv)
+    if not configs:
+        return EXIT_PASS
+    from evalq.report.progress import watcher
+    from evalq.sweep import run, summary
+
+    with watcher(configs[0].progress) as watch:
+        result = run(configs, watch)
+    show(result)
+    print(json.dumps(summary(result)))
+    return result.exit_code
+
+
+def help_text() -> str:
+    """Usage with the choices of every group."""
+    from evalq.cli import VERBS
+    from evalq.config import GROUPS
+    from evalq.facts.confdir import names
+
+    choices = "\n".join(f"  {group:9} {', '.join(names(group))}" for group in GROUPS)
+    return HELP.format(choices="Choices\n" + choices, verbs=" ".join(VERBS))
+
+
+def show(result: SweepResult) -> None:
+    """Tables for people on standard output."""
+    from rich.console import Console
+
+    from evalq.report.tables import verdict_table
+
+    console = Console()
+    for cell in result.cells:
+        if cell.verdict is not None and len(result.cells) == 1:
+            console.print(verdict_table(cell.verdict))
+    console.print(_cells_table(result))
+    for cell in result.cells:
+        if cell.error is not None:
+            console.print(f"{cell.name}: {cell.error}", markup=False, highlight=False)
+        if cell.trace and cell.exit_code not in (2, 4) and len(result.cells) > 1:
+            console.print(cell.trace, markup=False, highlight=False)
+    for message in result.messages:
+        console.print(message, markup=False, highlight=False)
+
+
+def _cells_table(result: SweepResult) -> Any:
+    from evalq.report.tables import SweepRow, sweep_table
+
+    rows = []
+    baselines = {id(c.baseline): c.baseline for c in result.cells if c.baseline}
+    for baseline in baselines.values():
+        ledger, load = baseline.record.ledger, next(iter(baseline.record.loads.values()), None)
+        rows.append(
+            SweepRow(
+                quant="baseline (stored)" if baseline.reused else "baseline",
+                increase=None,
+                weight_bytes=ledger.weight_bytes if ledger else None,
+                kv_bytes_per_token=ledger.kv_bytes_per_token if ledger else None,
+                output_tokens_per_second=load.output_tokens_per_second if load else None,
+                verdict=None,
+                failure="the yardstick",
+            )
+        )
+    rows.extend(_row(cell) for cell in result.cells)
+    return sweep_table(rows)
+
+
+def _row(cell: CellResult) -> Any:
+    from evalq.report.tables import SweepRow
+
+    record = cell.measured.record if cell.measured else None
+    ledger = record.ledger if record else None
+    load = next(iter(record.loads.values()), None) if record else None
+    checks = cell.verdict.checks if cell.verdict else []
+    increase = next((c.estimate for c in checks if c.estimate and "perplexity" in c.metric), None)
+    failure = ""
+    if cell.error is not None:
+        failure = f"failed ({getattr(cell.error, 'kind', 'infeasible' if cell.exit_code == 4 else 'config')})"
+    elif cell.is_baseline:
+        failure = "measured (baseline)"
+    return SweepRow(
+        quant=cell.config.quant.name,
+        increase=increase,
+        weight_bytes=ledger.weight_bytes if ledger else None,
+        kv_bytes_per_token=ledger.kv_bytes_per_token if ledger else None,
+        output_tokens_per_second=load.output_tokens_per_second if load and load.valid else None,
+        verdict=cell.verdict,
+        failure=failure,
+    )

