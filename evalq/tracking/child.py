@@ -14,6 +14,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 END_LIMIT_SECONDS = 20.0
 POLL_SECONDS = 1.0
+ASK_AGAIN_SECONDS = 60.0  # a store that failed is not asked for every cell
 Emit = Callable[..., None]
 
 
@@ -41,6 +43,8 @@ class Session:
         self._path: Path | None = None
         self._place: tuple[str, str] | None = None  # experiment id, run id of the study
         self._done: set[str] = set()
+        self._failed_at: float | None = None
+        self._reason = ""
 
     @property
     def is_open(self) -> bool:
@@ -55,7 +59,9 @@ class Session:
         self._connect()
 
     def cell(self, record_id: str) -> None:
-        if self._connect():
+        if self._failed_at is not None and time.monotonic() - self._failed_at < ASK_AGAIN_SECONDS:
+            self._unreachable(self._reason)
+        elif self._connect():
             self._log([cell for cell in self._manifest().cells if cell.record_id == record_id])
 
     def finish(self, status: str) -> None:
@@ -85,8 +91,12 @@ class Session:
                 return True
             except Exception as error:  # MLflow raises whatever its store raises; none of it may end the measurement
                 reason = _in_words(error)
-        self._unreachable(reason)
+        self._fail(reason)
         return False
+
+    def _fail(self, reason: str) -> None:
+        self._place, self._failed_at, self._reason = None, time.monotonic(), reason
+        self._unreachable(reason)
 
     def _open_upload(self) -> None:
         from evalq.tracking.upload import Upload
@@ -97,6 +107,7 @@ class Session:
                 self._emit("note", text=f"the run {name} was left open by a process that is gone; it is now KILLED")
             self._upload = upload
         self._place = self._upload.open_study(self._manifest())
+        self._failed_at = None
         self._emit("opened", experiment=self._place[0], run=self._place[1])
 
     def _unreachable(self, reason: str) -> None:
@@ -118,8 +129,7 @@ class Session:
                 result = {"state": "failed", "reason": str(error)}
                 mark_pending(self._store.records / cell.folder, self._store, manifest.study, str(error))
             except Exception as error:  # as in _connect
-                self._place = None
-                self._unreachable(_in_words(error))
+                self._fail(_in_words(error))
                 return False
             if result["state"] in ("uploaded", "present"):
                 self._done.add(cell.record_id)

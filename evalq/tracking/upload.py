@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -43,11 +44,11 @@ class Upload:
         from mlflow import MlflowClient
 
         self.store = store
-        self._client: Any = MlflowClient(tracking_uri=store.mlflow_uri)
         self._experiments: dict[str, str] = {}
         self._owner = this_process()
-        with self._alone():
-            again_when_locked(lambda: self._client.search_experiments(max_results=1))
+        with self._alone():  # the client opens, creates and migrates the store as soon as it is made
+            _create_database(store)
+            self._client: Any = again_when_locked(lambda: MlflowClient(tracking_uri=store.mlflow_uri))
 
     def _alone(self) -> AbstractContextManager[None]:
         """One writer at a time where the store is a local file: creation, migration, search-then-create."""
@@ -269,6 +270,23 @@ class _Loaded:
         except (OSError, yaml.YAMLError):
             return None
         return data if isinstance(data, dict) else None
+
+
+def _create_database(store: Store) -> None:
+    """Make an empty sqlite store beside its place and move it there when it is whole.
+
+    MLflow's first migration takes seconds, and a process killed inside it leaves a file that no later one can repair.
+    """
+    from mlflow import MlflowClient
+
+    database = store.database
+    if database is None or database.exists():
+        return
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=database.parent, prefix=".new-store-") as folder:
+        new = Path(folder) / "mlflow.db"
+        MlflowClient(tracking_uri=f"sqlite:///{new}").search_experiments(max_results=1)
+        os.replace(new, database)
 
 
 def run_name_of(record: Record) -> str:

@@ -38,7 +38,9 @@ def scores(task: str, metrics: dict[str, float | None], reasons: dict[str, str] 
 
 
 def ledger(weight_bytes: int = 269_000_000, kv: int = 23_040) -> Ledger:
-    return Ledger(weight_bytes, {"bfloat16": weight_bytes}, weight_bytes, kv, 90_000, 90_000 * kv, "bfloat16", None, "x")
+    return Ledger(
+        weight_bytes, {"bfloat16": weight_bytes}, weight_bytes, kv, 90_000, 90_000 * kv, "bfloat16", None, "x"
+    )
 
 
 def load() -> Load:
@@ -67,7 +69,9 @@ def record(
         "engine_settings": {"max_num_seqs": 64},
         "applied": applied,
         "tasks": {
-            "wikitext": scores("wikitext", {"word_perplexity": perplexity}, {"word_perplexity": "no words were scored"}),
+            "wikitext": scores(
+                "wikitext", {"word_perplexity": perplexity}, {"word_perplexity": "no words were scored"}
+            ),
             "hellaswag": scores("hellaswag", {"acc": 0.50, "acc_norm": 0.46}),
         },
         "loads": {"smoke": load()},
@@ -119,7 +123,14 @@ def documents(shift: float = 0.0) -> pa.Table:
 
 def items(right: int = 4) -> pa.Table:
     rows = [
-        {"task": "hellaswag", "item_id": i, "item_hash": str(i), "cluster": "", "metric": "acc", "value": float(i < right)}
+        {
+            "task": "hellaswag",
+            "item_id": i,
+            "item_hash": str(i),
+            "cluster": "",
+            "metric": "acc",
+            "value": float(i < right),
+        }
         | {"answer": 0, "gold": 0, "choice_logprobs": [-1.0, -2.0]}
         for i in range(8)
     ]
