@@ -70,12 +70,15 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _answers(arguments: argparse.Namespace) -> list[Answer]:
     from evalq.config import check
+    from evalq.facts.confdir import names
     from evalq.plan.answer import Ask, plan
     from evalq.plan.compose import compose, parse
 
     request = parse(arguments.overrides)
     if arguments.config and "model" in request.choices:
         raise ConfigError("--config and model= both name a model; give one of them")
+    if not arguments.config and "model" not in request.choices:
+        raise ConfigError(f"no model is named; add +model=NAME ({', '.join(names('model'))}) or --config config.json")
     model = _model_from(arguments.config) if arguments.config else None
     ask = Ask(arguments.context, arguments.concurrency, frozenset(request.keys))
     answers = []

@@ -1,8 +1,8 @@
 """A light composer: conf/ and an override list to a RunConfig, without Hydra, so that planning starts in milliseconds.
 
 It understands what the planner's command line needs: config.yaml's defaults list, one file per group with its own
-`override /group: name` lines, `group=name`, `+group=a,b` and `group.key=value`. Later wins: schema defaults, group
-files in the order of the defaults list, config.yaml's own values, experiment, overrides.
+`override /group: name` lines, `group=name`, `+group=a,b` and `group.key=value`. Later wins: schema defaults,
+config.yaml's own values (its _self_ comes first), group files, experiment, overrides. Without quant: quant=baseline.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ def compose(request: Request, cell: dict[str, str]) -> RunConfig:
     """The RunConfig of one cell. Errors: ConfigError for unknown keys and values of another type."""
     root, defaults = _root()
     chosen = {group: name for group, name in defaults.items() if group in GROUPS}
+    chosen.setdefault("quant", "baseline")
     layers: list[tuple[str, dict[str, Any]]] = []
     experiment = cell.get("experiment")
     body: dict[str, Any] = {}
@@ -89,10 +90,10 @@ def compose(request: Request, cell: dict[str, str]) -> RunConfig:
     for group, name in chosen.items():
         if names(group):  # a tree without a group has that group's schema defaults
             layers.append((group, _read(group, name)[0]))
-    config: dict[str, Any] = {}
+    config = dict(root)
     for group, values in layers:
         config[group] = _merged(config.get(group, {}), values)
-    config = _merged(_merged(config, root), body)
+    config = _merged(config, body)
     for key, text in request.values:
         _set(config, key, text)
     return typing.cast(RunConfig, _build(RunConfig, config, ""))
@@ -115,15 +116,11 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _root() -> tuple[dict[str, Any], dict[str, str]]:
-    """config.yaml's values and chosen groups; without the file, the default of each group that has one."""
+    """config.yaml's values and chosen groups; without the file, schema defaults."""
     if (conf_dir() / "config.yaml").is_file():
         body, chosen = _read("", "config")
         return {key: value for key, value in body.items() if key in GROUPS or key in ROOT_KEYS}, chosen
-    found = {group: names(group) for group in GROUPS}
-    preferred = {"model": "smollm2-135m", "quant": "baseline", "gpu": "auto"}
-    return {}, {
-        group: name for group in GROUPS if (name := preferred.get(group, "default")) and name in found.get(group, ())
-    }
+    return {}, {"gpu": "auto"}
 
 
 @cache
@@ -239,7 +236,7 @@ def _typed_text(kind: Any, origin: Any, text: str, where: str) -> Any:
     import yaml
 
     try:
-        value = yaml.load(text, Loader=_loader())
+        value = yaml.load(str(text), Loader=_loader())
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}={text!r} cannot be read ({error}); quote it") from error
     return _build(kind, value, where) if origin is not None else value

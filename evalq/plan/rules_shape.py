@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from evalq.facts.modules import Module
 from evalq.facts.schemes import PACK_BITS, VISION_NAME, Assigned, LayerScheme, matches
-from evalq.plan.memory import kv_bytes_per_token
+from evalq.plan.memory import kv_bytes_per_token, local_kv_heads
 from evalq.plan.rulebook import RULES
 from evalq.plan.violation import Look, Violation, broken
 
@@ -63,7 +63,9 @@ def check_layers(look: Look) -> Iterator[Violation]:
 
 def _layer_problems(module: Module, scheme: LayerScheme, look: Look) -> Iterator[Violation]:
     tp = 1 if module.part == "experts" and look.settings.expert_parallel else look.settings.tensor_parallel_size
-    rows = module.shape[0] // tp if module.split in ("rows", "kv_rows") else module.shape[0]
+    rows = module.shape[0] // tp if module.split == "rows" else module.shape[0]
+    if module.split == "kv_rows":
+        rows = local_kv_heads(look.facts, tp) * look.facts.head_dim
     columns = module.shape[1] // tp if module.split == "columns" else module.shape[1]
     layer = first_layer(module)
     where = f"{layer} on each of {tp} GPUs" if tp > 1 else layer
