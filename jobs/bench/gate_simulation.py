@@ -51,9 +51,11 @@ def head(arguments: argparse.Namespace, seconds: float) -> list[str]:
     return [
         "# How often the gate is wrong",
         "",
-        f"`OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 python jobs/bench/gate_simulation.py --draws {arguments.draws} --resamples {arguments.resamples} "
-        f"--seed {arguments.seed}`, {datetime.now(UTC):%Y-%m-%d}, {seconds:.0f} s on one core; evalq {__version__}, "
-        f"numpy {np.__version__}, Python {platform.python_version()}.",
+        f"`OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 python jobs/bench/gate_simulation.py --draws {arguments.draws} "
+        f"--resamples {arguments.resamples} --seed {arguments.seed}`",
+        "",
+        f"{datetime.now(UTC):%Y-%m-%d}, {seconds:.0f} s on one core; evalq {__version__}, numpy {np.__version__}, "
+        f"Python {platform.python_version()}.",
         "",
         f"Target {TARGET:.1%}, limit {LIMIT:.1%}, two-sided confidence {CONFIDENCE:.0%}: each side is meant to err in "
         f"2.5 % of cases; the requirement is at most 5 %. Monte Carlo error of a rate near 2.5 %: ±{error:.2f} points "
@@ -103,7 +105,7 @@ def fixed_lines(arguments: argparse.Namespace) -> list[str]:
 
 
 def sequential_lines(arguments: argparse.Namespace) -> list[str]:
-    lines = ["", "## Several looks (alpha spent as the square of the share of documents)", "", *rate_head()]
+    lines = ["", "## Several looks (alpha spent as the cube of the share of documents)", "", *rate_head()]
     for tail in TAILS:
         for looks in LOOKS:
             data, rng = samples(arguments, tail, looks[-1])
