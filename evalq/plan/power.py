@@ -1,4 +1,4 @@
-"""How small an effect the chosen data can show, before any engine starts. Pure arithmetic on counts and spreads.
+"""How small an effect the chosen data can show, before any engine starts.
 
 A spread is the standard deviation of one document's or item's paired difference: the standard error is spread/sqrt(n).
 Spreads come from earlier pairs, from a baseline alone, or from the assumptions below (`evalq.plan.spread`).
@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from evalq.config import RunConfig, parse_share
 from evalq.plan.quantiles import t_quantile
 
 POWER = 0.8  # chance of showing an effect of the stated size
@@ -107,3 +109,44 @@ def documents_to_decide(value: float, se: float, documents: int, bound: float, c
             break
         wanted = following
     return max(wanted - documents, 1)
+
+
+PUBLIC_COUNTS = {"wikitext": 62, "hellaswag": 10_042, "truthfulqa_mc1": 817, "truthfulqa_mc2": 817}
+LOCAL_COUNTS = {**PUBLIC_COUNTS, "hellaswag": 1_000}  # the local folder holds the first thousand of HellaSwag
+EMBEDDED_FILES = {
+    "wikitext": "articles.jsonl",
+    "hellaswag": "completions.jsonl",
+    "truthfulqa_mc1": "truthfulness.jsonl",
+    "truthfulqa_mc2": "truthfulness.jsonl",
+}
+
+
+def planned_counts(config: RunConfig) -> dict[str, int]:
+    """Documents and items that the config will score, by task."""
+    counts = _embedded_counts() if config.data.name == "embedded" else PUBLIC_COUNTS
+    counts = LOCAL_COUNTS if config.data.name == "local" else counts
+    tasks = config.tasks
+    wanted = {
+        "wikitext": (tasks.perplexity, tasks.perplexity_limit),
+        "hellaswag": (tasks.hellaswag, tasks.hellaswag_limit),
+        "truthfulqa_mc1": (tasks.truthfulqa, tasks.truthfulqa_limit),
+        "truthfulqa_mc2": (tasks.truthfulqa, tasks.truthfulqa_limit),
+    }
+    return {
+        task: min(counts[task], limit or counts[task])
+        for task, (chosen, limit) in wanted.items()
+        if chosen and counts.get(task)
+    }
+
+
+def _embedded_counts() -> dict[str, int]:
+    folder = Path(__file__).resolve().parents[1] / "data" / "embedded"
+    files = {task: folder / name for task, name in EMBEDDED_FILES.items()}
+    return {task: file.read_bytes().count(b"\n") for task, file in files.items() if file.is_file()}
+
+
+def describe_visible_effect(config: RunConfig, spreads: Mapping[str, tuple[float, str]] | None = None) -> str:
+    """One line per task: whether the chosen data can show an effect as large as the gate's target."""
+    target = parse_share(config.gate.target, "gate.target")
+    found = resolutions(planned_counts(config), target, config.gate.confidence, spreads=spreads)
+    return "\n".join(resolution.sentence for resolution in found)
