@@ -6,6 +6,7 @@ about its weights would look like a fact.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_siz
 class ModelFacts:
     """What the planner knows about a model. Sizes in elements, lengths in tokens."""
 
+    identity: str  # hash of the config that the facts are from: equal identity = equal facts
     architecture: str
     modules: tuple[Module, ...]
     num_layers: int
@@ -121,10 +123,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _facts_cached(text: str) -> ModelFacts:
-    return _build(json.loads(text))
+    return _build(json.loads(text), hashlib.sha256(text.encode()).hexdigest())
 
 
-def _build(arch: dict[str, Any]) -> ModelFacts:
+def _build(arch: dict[str, Any], identity: str) -> ModelFacts:
     architecture = str((arch.get("architectures") or ["(none)"])[0])
     if architecture not in ARCHITECTURES:
         raise ConfigError(f"architecture {architecture!r} is not known: {nearest(architecture, tuple(ARCHITECTURES))}")
@@ -133,7 +135,7 @@ def _build(arch: dict[str, Any]) -> ModelFacts:
     if missing:
         raise ConfigError(f"the config of {architecture} lacks {', '.join(missing)}; give the model's own config.json")
     try:
-        return _assemble(arch, text, architecture)
+        return _assemble(arch, text, architecture, identity)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"the config of {architecture} cannot be read ({error!r}); give the model's own config.json"
@@ -149,7 +151,7 @@ def _text_part(arch: dict[str, Any]) -> dict[str, Any]:
     return text
 
 
-def _assemble(arch: dict[str, Any], text: dict[str, Any], architecture: str) -> ModelFacts:
+def _assemble(arch: dict[str, Any], text: dict[str, Any], architecture: str, identity: str) -> ModelFacts:
     prefix, head_prefix = ARCHITECTURES[architecture]
     inner = str((text.get("architectures") or [architecture])[0])
     if architecture.startswith("Gemma3"):
@@ -159,6 +161,7 @@ def _assemble(arch: dict[str, Any], text: dict[str, Any], architecture: str) -> 
     rope = int(text.get("qk_rope_head_dim") or 0) if latent else 0
     index = int(text.get("index_head_dim") or 0) if text.get("index_topk") else 0
     return ModelFacts(
+        identity=identity,
         architecture=architecture,
         modules=tuple(modules),
         num_layers=int(text["num_hidden_layers"]),

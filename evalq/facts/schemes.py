@@ -14,7 +14,6 @@ whole name; a name goes before the class name Linear; `ignore` goes before all.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -86,27 +85,27 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 def assign(facts: ModelFacts, quant: QuantConfig) -> tuple[Assigned, ...]:
     """Every module of the model with the scheme that its layers get. Errors: ConfigError for an unknown scheme."""
-    quant_text = repr((quant.origin, quant.engine_quantization, quant.groups, quant.ignore))
-    key = _Key((facts.architecture, quant_text, json.dumps(facts.quantization, sort_keys=True)), facts, quant)
-    return _assign_cached(key)
+    return _assign_cached(scheme_key(facts, quant))
 
 
 @dataclass(frozen=True)
-class _Key:
-    """What the assignment depends on, hashable; facts and quant ride along."""
+class SchemeKey:
+    """What the stored bytes of a model depend on, cheap to hash; facts and quant ride along."""
 
-    text: tuple[str, str, str]
+    text: tuple[str, str]
     facts: ModelFacts = field(compare=False)
     quant: QuantConfig = field(compare=False)
-    modules: tuple[Module, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "modules", self.facts.modules)
+
+def scheme_key(facts: ModelFacts, quant: QuantConfig) -> SchemeKey:
+    """A key for caches: equal keys store equal bytes."""
+    text = repr((quant.origin, quant.engine_quantization, quant.groups, quant.ignore))
+    return SchemeKey((facts.identity, text), facts, quant)
 
 
 @lru_cache(maxsize=512)
-def _assign_cached(key: _Key) -> tuple[Assigned, ...]:
-    modules, quant, published = key.modules, key.quant, key.facts.quantization
+def _assign_cached(key: SchemeKey) -> tuple[Assigned, ...]:
+    modules, quant, published = key.facts.modules, key.quant, key.facts.quantization
     if quant.origin == "engine" and not published:
         return _assign_online(modules, quant)
     if quant.origin == "evalq":

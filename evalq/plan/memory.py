@@ -16,7 +16,7 @@ from evalq.config import QuantConfig, RunConfig
 from evalq.facts.gpus import GIB, GpuFacts, detect, gpu_facts
 from evalq.facts.models import DTYPE_BYTES, ModelFacts, facts_of
 from evalq.facts.modules import Module
-from evalq.facts.schemes import LayerScheme, Tensor, assign, stored_tensors
+from evalq.facts.schemes import LayerScheme, SchemeKey, Tensor, assign, scheme_key, stored_tensors
 from evalq.plan.settings import Settings, engine_settings
 
 VOCAB_PADDING = 64  # vLLM pads the vocabulary to a multiple of this before it is split
@@ -117,9 +117,15 @@ def stage_weight_bytes(
     facts: ModelFacts, quant: QuantConfig, dtype: str = "bfloat16", tp: int = 1, pp: int = 1, ep: bool = False
 ) -> tuple[int, ...]:
     """Weight bytes on one GPU of each pipeline stage, as loaded by the engine."""
+    return _stage_weight_bytes(scheme_key(facts, quant), dtype, tp, pp, ep)
+
+
+@lru_cache(maxsize=4096)
+def _stage_weight_bytes(key: SchemeKey, dtype: str, tp: int, pp: int, ep: bool) -> tuple[int, ...]:
+    facts = key.facts
     stages = stage_layers(facts.num_layers, pp)
     totals = [0] * pp
-    for module, scheme in assign(facts, quant):
+    for module, scheme in assign(facts, key.quant):
         shape, bias, copies = local_shape(module, facts, tp, ep)
         each = copies * _module_bytes(shape, bias, module.buffers, scheme, dtype, "engine")
         if not module.layers or module.part == "vision":
