@@ -1,7 +1,7 @@
 """Where checkpoints come from: finding the 16-bit source, rounding it into a compressed-tensors checkpoint.
 
-The only part of evalq that knows compressed-tensors. torch, transformers and the hub client are imported when a
-function needs them, so importing this package is cheap.
+The only part of evalq that writes compressed-tensors' format. torch, transformers and the hub client are imported when
+a function needs them, so importing this package is cheap.
 """
 
 from __future__ import annotations

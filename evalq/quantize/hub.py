@@ -21,7 +21,7 @@ def hub_checkpoint(model: ModelConfig) -> Path:
     Errors: ConfigError (unknown or gated model or revision), MeasurementError(hub) (offline, refused, rate limited).
     """
     try:
-        import huggingface_hub as hub
+        from huggingface_hub import constants, snapshot_download
     except ImportError as error:
         raise MissingExtraError("fetching a model from the hub", "huggingface-hub", "measure") from error
     if not model.hub_id:
@@ -31,8 +31,8 @@ def hub_checkpoint(model: ModelConfig) -> Path:
     patterns = [*PATTERNS, "*.py"] if model.trust_remote_code else list(PATTERNS)
     for wait in (*RETRY_SECONDS, None):
         try:
-            with disk_errors(Path(hub.constants.HF_HUB_CACHE)):
-                folder = hub.snapshot_download(
+            with disk_errors(Path(constants.HF_HUB_CACHE)):
+                folder = snapshot_download(
                     model.hub_id,
                     revision=model.revision,
                     allow_patterns=patterns,

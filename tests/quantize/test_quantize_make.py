@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("compressed_tensors")
 
 import torch
 from safetensors import safe_open
@@ -24,6 +23,7 @@ from tiny_checkpoint import SCHEMES, int8, mixed, shard, tiny_tensors, w4a16, wr
 from evalq.config import QuantConfig
 from evalq.errors import ConfigError, MeasurementError
 from evalq.quantize import make, make_checkpoint, make_checkpoint_at, store, verify_checkpoint
+from evalq.quantize.compressed import quantization_config
 from evalq.quantize.tensors import check_folder
 
 
@@ -70,6 +70,22 @@ def test_the_library_reads_what_the_report_says(tiny: Path, tmp_path: Path, name
     assert set(report["kept"]) == set(source)
     check_folder(folder)
     verify_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_library_accepts_the_config(name: str) -> None:
+    """compressed-tensors' strict schema takes every field, and gives back the same values."""
+    from compressed_tensors.quantization import QuantizationConfig
+
+    written = quantization_config(SCHEMES[name](), ["model.layers.0.mlp.down_proj"])
+    read_back = QuantizationConfig.model_validate(written).model_dump(mode="json")
+    assert {key: read_back[key] for key in ("format", "ignore", "quantization_status", "quant_method")} == {
+        key: written[key] for key in ("format", "ignore", "quantization_status", "quant_method")
+    }
+    for group_name, group in written["config_groups"].items():
+        for part in ("weights", "input_activations"):
+            library, ours = read_back["config_groups"][group_name][part], group[part]
+            assert ours == (library and {key: library[key] for key in ours})
 
 
 def test_config_is_what_vllm_reads(tiny: Path, tmp_path: Path) -> None:

