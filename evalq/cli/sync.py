@@ -7,8 +7,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from evalq.app import default_root
 from evalq.errors import EXIT_MEASUREMENT, EXIT_PASS, MissingExtraError
-from evalq.tracking.store import default_root
 from evalq.tracking.sync import readable_records_folder, sync
 
 
@@ -20,7 +20,10 @@ def parser() -> argparse.ArgumentParser:
         "Ends 0 when everything is there, 5 when something could not be uploaded.",
     )
     made.add_argument(
-        "--root", type=Path, default=None, help="folder of evalq's output (default: $EVALQ_ROOT or ./runs)"
+        "--root",
+        type=Path,
+        default=None,
+        help="folder of evalq's output, as paths.root (default: $EVALQ_HOME, else runs)",
     )
     made.add_argument("--records", type=Path, default=None, help="folder of records (default: ROOT/records)")
     made.add_argument("--uri", default=None, help="MLflow to upload to (default: where each study was meant to go)")

@@ -16,13 +16,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from evalq.app import default_root
 from evalq.errors import EXIT_PASS, ConfigError, MeasurementError, MissingExtraError
 from evalq.tracking.process import child_environment, end_group
-from evalq.tracking.store import ARTIFACTS_FOLDER, default_root
+from evalq.tracking.store import ARTIFACTS_FOLDER
 
 HOST = "127.0.0.1"
 START_LIMIT_SECONDS = 120.0
 PORTS_TRIED = 20
+SERVER_ENVIRONMENT = {
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    "MLFLOW_ENABLE_AI_GATEWAY": "false",
+    "MLFLOW_ENABLE_ASSISTANT_SANDBOX": "true",  # the page's assistant may then start no program on this machine
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,7 +41,10 @@ def parser() -> argparse.ArgumentParser:
         "--port", type=int, default=5000, help="first port to try (default: 5000; then the next free one)"
     )
     made.add_argument(
-        "--root", type=Path, default=None, help="folder of evalq's output (default: $EVALQ_ROOT or ./runs)"
+        "--root",
+        type=Path,
+        default=None,
+        help="folder of evalq's output, as paths.root (default: $EVALQ_HOME, else runs)",
     )
     made.add_argument("--db", type=Path, default=None, help="sqlite file of the runs (default: ROOT/mlflow.db)")
     return made
@@ -98,7 +107,7 @@ def start_server(database: Path, port: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command,
         cwd=database.parent,
-        env=child_environment(10.0) | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+        env=child_environment(10.0) | SERVER_ENVIRONMENT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -161,6 +170,7 @@ def _experiment_lines(port: int, experiment: dict[str, Any]) -> list[str]:
         return []
     parent = studies[0]["info"]["run_id"]
     cells = _runs(port, number, f"tags.`mlflow.parentRunId` = '{parent}'", 50)
+    cells.sort(key=_baseline_first)
     lines = [f"{experiment['name']}: http://{HOST}:{port}/#/experiments/{number}/runs"]
     if len(cells) > 1:
         runs = urllib.parse.quote(json.dumps([run["info"]["run_id"] for run in cells], separators=(",", ":")))
@@ -168,6 +178,14 @@ def _experiment_lines(port: int, experiment: dict[str, Any]) -> list[str]:
         address = f"http://{HOST}:{port}/#/compare-runs?runs={runs}&experiments={where}"
         lines.append(f"  compare the {len(cells)} cells of its latest study: {address}")
     return lines
+
+
+def _baseline_first(run: dict[str, Any]) -> tuple[bool, float, str]:
+    """Order of columns on the comparison page: the baseline, then by size of the weights, largest first."""
+    tags = {tag["key"]: tag["value"] for tag in run["data"].get("tags", [])}
+    metrics = {metric["key"]: metric["value"] for metric in run["data"].get("metrics", [])}
+    weights = float(metrics.get("memory/weight_bytes", 0.0))
+    return tags.get("evalq.is_baseline") != "true", -weights, tags.get("evalq.quant", "")
 
 
 def _runs(port: int, experiment: str, wanted: str, limit: int) -> list[dict[str, Any]]:

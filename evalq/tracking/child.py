@@ -187,7 +187,6 @@ def main(argv: list[str]) -> None:
     store = Store(data["uri"], Path(data["root"]), Path(data["records"]), artifacts, data["timeout_seconds"])
     events = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    os.nice(5)
 
     def emit(event: str, **fields: Any) -> None:
         events.write(json.dumps({"event": event, **fields}) + "\n")

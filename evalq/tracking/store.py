@@ -61,11 +61,6 @@ class Store:
         return f"MLflow: {redact(self.uri)}, {artifacts}"
 
 
-def default_root() -> Path:
-    """Where things go when nobody says: $EVALQ_ROOT, else the folder runs where evalq is called."""
-    return Path(os.environ.get("EVALQ_ROOT") or "runs").absolute()
-
-
 def resolve_store(config: TrackingConfig, paths: PathsConfig) -> Store:
     """Store of a config. A folder named mlruns, or MLflow's own environment, never decides where runs land.
 

@@ -25,6 +25,7 @@ from evalq.tracking.store import Store, file_lock, slug
 
 BATCH = 100  # params or tags in one request, MLflow's limit
 LOCK_FILE = ".mlflow.lock"
+EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # the UI then opens on runs, not on traces
 T = TypeVar("T")
 
 
@@ -88,7 +89,7 @@ class Upload:
 
         location = (self.store.artifacts / slug(name)).as_uri() if self.store.artifacts else None
         try:
-            self._client.create_experiment(name, artifact_location=location)
+            self._client.create_experiment(name, artifact_location=location, tags=EXPERIMENT_TAGS)
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
