@@ -1,7 +1,7 @@
 """Composition of configs (the only module that uses Hydra). Hydra composes; running is the business of evalq.sweep.
 
-Hydra's own command line is kept as it is (`+model=... +quant=...`, `-m`, `--cfg job`, `--help`). Its task function only collects the
-composed configs, so that every cell of a multirun is checked before the first engine starts.
+Hydra's own command line is kept as it is (`+model=... +quant=...`, `-m`, `--cfg job`). Its task function only collects the composed
+configs, so that every cell of a multirun is checked before the first engine starts.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def split_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def prepare(overrides: list[str], wanted: bool = True) -> list[str]:
-    """Overrides as Hydra should see them: names checked, text that looks like a number quoted, paths made absolute, gpu=auto resolved.
+    """Overrides as Hydra should see them: names checked, number-like text quoted, paths made absolute, gpu=auto resolved.
 
     Errors: one ConfigError that lists every unknown name or key.
     """
@@ -139,6 +139,10 @@ def prepare(overrides: list[str], wanted: bool = True) -> list[str]:
             ready.append(override)
             continue
         sign, key, value = match["sign"], match["key"], match["value"]
+        if key == "experiment":
+            problems.extend(_unknown_choices(key, value))
+            ready.append(f"+experiment={value}")
+            continue
         if key in GROUPS:
             chosen.add(key)
             problems.extend(_unknown_choices(key, value))
@@ -171,7 +175,7 @@ def _missing_groups(chosen: set[str]) -> list[str]:
 
 
 def _unknown_choices(group: str, value: str) -> list[str]:
-    """Problems for names that the group does not have; sweeps (a,b) and glob() are looked into or left to Hydra."""
+    """Problems for names that the group does not have; lists are looked into, choice() and glob() are left to Hydra."""
     if "(" in value:
         return []
     known = names(group)

@@ -148,6 +148,7 @@ class TasksConfig:
     choice_window: int = 2048  # tokens
     topk: int = 0  # log-probabilities kept per scored token for fidelity; 0 = target and top-1 only
     keep_tokens: bool = True  # per-token log-probabilities of the perplexity documents
+    request_order: str = "forward"  # forward | reverse: order in which sequences are fed; must not matter (the A/A floor)
     share_prefixes: bool = True  # choice tasks: compute a common context once; never for a quantised KV cache
     scorer: str = "hook"  # hook (inside the engine) | prompt_logprobs (the engine's public interface)
 
@@ -225,6 +226,7 @@ class RunConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
     reuse_baseline: bool = True
+    aa: bool = False  # measure the baseline once more, in another order and in other batches: the A/A floor
     progress: bool = True
 
 
@@ -268,7 +270,7 @@ def parse_share(text: str | float, name: str) -> float:
 def config_hash(config: RunConfig) -> str:
     """sha256 of the effective config of the cell: what changes no measurement (paths, tracking, gate) is left out."""
     data = dataclasses.asdict(config)
-    for key in ("paths", "tracking", "gate", "progress", "reuse_baseline"):
+    for key in ("paths", "tracking", "gate", "progress", "reuse_baseline", "aa"):
         data.pop(key)
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
@@ -392,6 +394,11 @@ def _check_tasks(config: RunConfig) -> list[str]:
     if config.tasks.scorer not in ("hook", "prompt_logprobs"):
         problems.append(
             f"tasks.scorer={config.tasks.scorer!r}: {nearest(config.tasks.scorer, ('hook', 'prompt_logprobs'))}"
+        )
+    if config.tasks.request_order not in ("forward", "reverse"):
+        problems.append(
+            f"tasks.request_order={config.tasks.request_order!r}: "
+            f"{nearest(config.tasks.request_order, ('forward', 'reverse'))}"
         )
     if not 0 <= config.tasks.topk <= 1000:
         problems.append(f"tasks.topk={config.tasks.topk} must be between 0 and 1000")

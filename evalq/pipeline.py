@@ -344,9 +344,12 @@ def _disk_error(error: OSError) -> MeasurementError:
 
 def judge_cell(cell: Prepared, baseline: Measured, candidate: Measured) -> Verdict:
     """Judge and write verdict.json beside the candidate's record."""
+    from evalq.judge.floor import read_floor
     from evalq.judge.gate import judge
 
-    verdict = judge(baseline.record, baseline.folder, candidate.record, candidate.folder, cell.config.gate)
+    gate = cell.config.gate
+    floor = read_floor(cell.places.records, baseline.record, gate.metric)
+    verdict = judge(baseline.record, baseline.folder, candidate.record, candidate.folder, gate, floor=floor)
     write_text(candidate.folder / VERDICT_FILE, to_json(verdict) + "\n")
     return verdict
 

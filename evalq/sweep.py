@@ -138,7 +138,7 @@ def _prepare_all(configs: Sequence[RunConfig]) -> tuple[list[Prepared], dict[int
 def _effective_cell(cell: Prepared) -> str:
     """What the cell measures, without names of schemes."""
     data = dataclasses.asdict(cell.config)
-    for key in ("quant", "paths", "tracking", "gate", "progress", "reuse_baseline"):
+    for key in ("quant", "paths", "tracking", "gate", "progress", "reuse_baseline", "aa"):
         data.pop(key)
     return json.dumps([data, effective_scheme(cell.config.quant)], sort_keys=True)
 
@@ -182,6 +182,8 @@ def _run_group(
     _track(study, baseline_result, watcher)
     if own is not None:
         own.measured, own.error, own.trace = baseline_result.measured, baseline_result.error, baseline_result.trace
+    if any(cell.config.aa for cell in group) and baseline_result.measured is not None:
+        _measure_floor(yardstick, baseline_result.measured, study, watcher, command)
     for cell in (cell for cell in group if not cell.is_baseline):
         result = results[id(cell.config)]
         result.baseline = baseline_result.measured
@@ -193,6 +195,42 @@ def _run_group(
         if result.measured is not None:
             result.verdict = judge_cell(cell, result.baseline, result.measured)
         _track(study, result, watcher)
+
+
+def _measure_floor(
+    yardstick: Prepared, baseline: Measured, study: Study, watcher: QuietWatcher, command: Sequence[str]
+) -> None:
+    """The baseline once more, in reverse order and in smaller batches; what differs is kept as the A/A floor."""
+    from evalq.judge.floor import aa_floor, write_floor
+
+    engine = yardstick.config.engine
+    changed = dataclasses.replace(
+        yardstick.config,
+        tasks=dataclasses.replace(yardstick.config.tasks, request_order="reverse"),
+        engine=dataclasses.replace(engine, max_num_batched_tokens=max(256, engine.max_num_batched_tokens // 2)),
+    )
+    again = dataclasses.replace(yardstick, config=changed)
+    watcher.cell(f"{yardstick.name} (A/A)")
+    result = CellResult(again.name, changed, is_baseline=True)
+    _attempt(result, again, watcher, command, reuse=True)
+    _track(study, result, watcher)
+    if result.measured is None:
+        return
+    metric = yardstick.config.gate.metric
+    try:
+        floor = aa_floor(
+            baseline.record,
+            baseline.folder,
+            result.measured.record,
+            result.measured.folder,
+            metric,
+            yardstick.config.gate.confidence,
+        )
+    except EvalqError as error:
+        watcher.say(f"warning: no A/A floor: {error}")
+        return
+    file = write_floor(yardstick.places.records, baseline.record, floor, metric)
+    watcher.say(f"A/A floor of {metric}: {floor.value:+.4%} [{floor.low:+.4%}, {floor.high:+.4%}], kept in {file}")
 
 
 def _attempt(result: CellResult, cell: Prepared, watcher: QuietWatcher, command: Sequence[str], reuse: bool) -> None:

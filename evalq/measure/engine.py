@@ -153,11 +153,15 @@ class Engine:
         topk: int = 0,
         share_prefixes: bool = False,
         progress: Progress | None = None,
+        reverse: bool = False,
     ) -> list[ScoreResult]:
         """Score all requests together, in the engine's own batches. Results in the order of `requests`.
 
-        share_prefixes lets requests read each other's common prefix from the cache (only with prefix caching on).
+        share_prefixes lets requests read each other's common prefix from the cache (only with prefix caching on); reverse
+        feeds the requests from the last to the first, which must not matter.
         """
+        if reverse:
+            return self.score(requests[::-1], topk, share_prefixes, progress)[::-1]
         if self.scorer == "prompt_logprobs":
             return self._score_by_prompt_logprobs(requests, topk, progress)
         results = self._score_by_hook(requests, topk, share_prefixes, progress)

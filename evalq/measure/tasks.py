@@ -58,6 +58,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         topk: int = 0,
         share_prefixes: bool = False,
         progress: Progress | None = None,
+        reverse: bool = False,
     ) -> None:
         super().__init__()
         self.engine = engine
@@ -68,6 +69,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         self.topk = topk
         self.share_prefixes = share_prefixes
         self.progress = progress
+        self.reverse = reverse
         self.documents: dict[tuple[str, int], list[ScoredWindow]] = {}
         self.tallies: dict[str, Tally] = {}
         self._scored: dict[tuple[tuple[int, ...], int], tuple[float, bool]] = {}
@@ -114,7 +116,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
                 owners.append((request.task_name, int(request.doc_id), position))
                 position += len(continuation)
                 _count(tally, context, continuation)
-        results = self.engine.score(windows, self.topk, False, self.progress)
+        results = self.engine.score(windows, self.topk, False, self.progress, self.reverse)
         for (task, doc_id, start), window, result in zip(owners, windows, results, strict=True):
             self.documents.setdefault((task, doc_id), []).append(
                 ScoredWindow(start, window.first, window.ids[window.first :], result)
@@ -157,7 +159,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         """Score unseen sequences, those with common beginnings side by side so that the engine can share them."""
         ordered = sorted(keys)
         batch = [ScoreRequest(list(ids), first) for ids, first in ordered]
-        results = self.engine.score(batch, 0, self.share_prefixes, self.progress)
+        results = self.engine.score(batch, 0, self.share_prefixes, self.progress, self.reverse)
         for key, request, result in zip(ordered, batch, results, strict=True):
             greedy = bool(np.array_equal(result.top1_ids, np.asarray(request.ids[request.first :])))
             self._scored[key] = (float(result.logprobs.sum(dtype=np.float64)), greedy)

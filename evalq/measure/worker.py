@@ -252,6 +252,7 @@ def _score_group(
         config.tasks.topk,
         share_prefixes=shares_prefixes(config),
         progress=events.progress,
+        reverse=config.tasks.request_order == "reverse",
     )
     results, seconds = run_tasks(lm, tasks, limit)
     scores: dict[str, TaskScores] = {}
@@ -356,6 +357,7 @@ def _fingerprint(
     return {
         **spec.identity,
         "bos": config.model.bos,
+        "request_order": config.tasks.request_order,
         "engine": "vllm",
         "engine_version": engine_version(),
         "harness_version": harness_version(),
