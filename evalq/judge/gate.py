@@ -158,7 +158,10 @@ def _task_check(pairs: ItemPairs, task: str, metric: str, rules: Policy) -> Chec
         return Check(
             f"{task} {metric}", required, "INCONCLUSIVE", None, None, margin, f"{task} {metric}: one item only"
         )
-    estimate = accuracy_difference(pairs, task, metric, confidence)
+    try:
+        estimate = accuracy_difference(pairs, task, metric, confidence)
+    except ValueError as error:
+        raise RecordError(f"{task} {metric} cannot be estimated: {error}") from error
     status = non_inferior(estimate, margin)
     value, low, high = (100.0 * (x or 0.0) for x in (estimate.value, estimate.low, estimate.high))
     reason = f"{task} {metric} {value:+.2f} points [{low:+.2f}, {high:+.2f}], margin {margin:.2%}"

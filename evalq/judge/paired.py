@@ -64,6 +64,16 @@ def ratio(d: Floats, w: Floats, clusters: NDArray[Any] | None = None, method: st
     """
     d, w = cluster_sums(np.asarray(d, float), clusters), cluster_sums(np.asarray(w, float), clusters)
     _refuse_bad(d, w)
+    with np.errstate(over="ignore", invalid="ignore"):
+        value, variance, df = _moments(d, w, method)
+    if not (math.isfinite(value) and math.isfinite(variance)):
+        raise ValueError("the documents' values are too large to be summed")
+    n = len(d)
+    return Ratio(value, math.sqrt(variance), n, df, f"ratio estimator, {method} standard error, t with {df:.1f} df")
+
+
+def _moments(d: Floats, w: Floats, method: str) -> tuple[float, float, float]:
+    """D, its variance and degrees of freedom."""
     n, total = len(d), float(w.sum())
     value = float(d.sum()) / total
     residual = d - value * w
@@ -74,7 +84,7 @@ def ratio(d: Floats, w: Floats, clusters: NDArray[Any] | None = None, method: st
         variance, df = (n - 1) / n * float(np.sum((shift - shift.mean()) ** 2)), float(effective_df(w))
     else:
         raise ValueError(f"unknown method {method!r}; use linearised or jackknife")
-    return Ratio(value, math.sqrt(variance), n, df, f"ratio estimator, {method} standard error, t with {df:.1f} df")
+    return value, variance, df
 
 
 def effective_df(w: Floats) -> Floats:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 UNITS = ("tokens", "words", "bytes")
+ACCURACIES = ("hellaswag", "truthfulqa_mc1", "truthfulqa_mc2")  # tasks whose values are shares
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,8 @@ def _items(tables: Tables, task: str, metric: str) -> dict[str, NDArray[Any]]:
     data["answer"] = np.asarray(rows.column("answer").fill_null(-1).to_numpy())
     if not np.isfinite(data["value"]).all():
         raise RecordError(f"{where}: {int((~np.isfinite(data['value'])).sum())} items are not finite")
+    if task in ACCURACIES and not ((data["value"] >= 0) & (data["value"] <= 1)).all():
+        raise RecordError(f"{where}: a value outside 0 to 1 is no accuracy; measure it anew")
     return data
 
 

@@ -145,8 +145,15 @@ def _embedded_counts() -> dict[str, int]:
     return {task: file.read_bytes().count(b"\n") for task, file in files.items() if file.is_file()}
 
 
+def _short_documents() -> dict[str, tuple[float, str]]:
+    """The assumed spread over documents of 210 words instead of wikitext-2's 3,890, as if tokens erred independently."""
+    spread = ASSUMED_SPREADS["wikitext"] * math.sqrt(3890 / 210)
+    return {"wikitext": (spread, "assumed, for short documents")}
+
+
 def describe_visible_effect(config: RunConfig, spreads: Mapping[str, tuple[float, str]] | None = None) -> str:
     """One line per task: whether the chosen data can show an effect as large as the gate's target."""
     target = parse_share(config.gate.target, "gate.target")
-    found = resolutions(planned_counts(config), target, config.gate.confidence, spreads=spreads)
+    known = {**(_short_documents() if config.data.name == "embedded" else {}), **(spreads or {})}
+    found = resolutions(planned_counts(config), target, config.gate.confidence, spreads=known)
     return "\n".join(resolution.sentence for resolution in found)

@@ -58,7 +58,10 @@ def t_tail(t: float, df: float) -> float:
     """P(T > t) of Student's t with `df` degrees of freedom; infinite `df` is the normal."""
     if math.isinf(df) or df > 1e7:
         return normal_tail(t)
-    half = 0.5 * beta_regularised(df / 2.0, 0.5, df / (df + t * t))
+    if t * t < df:  # near the middle the other form keeps its digits
+        half = 0.5 - 0.5 * beta_regularised(0.5, df / 2.0, t * t / (df + t * t))
+    else:
+        half = 0.5 * beta_regularised(df / 2.0, 0.5, df / (df + t * t))
     return half if t >= 0 else 1.0 - half
 
 

@@ -105,9 +105,7 @@ def scores(rows: Rows) -> dict[str, TaskScores]:
 
 
 def _task(task: str, kind: str, n: int, metrics: dict[str, float | None]) -> TaskScores:
-    return TaskScores(
-        task, kind, "embedded", "d" * 64, n, 0, 0, 2048, metrics, {}, "lm-eval 0.4.13", "1", 1.0, 1000
-    )
+    return TaskScores(task, kind, "embedded", "d" * 64, n, 0, 0, 2048, metrics, {}, "lm-eval 0.4.13", "1", 1.0, 1000)
 
 
 def record(name: str, rows: Rows, **changes: Any) -> Record:

@@ -1,0 +1,88 @@
+"""Accuracies: McNemar against statsmodels, flips, intervals, clusters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from statsmodels.stats.contingency_tables import mcnemar as reference
+
+from evalq.judge.pairs import ItemPairs
+from evalq.judge.tasks import accuracy_difference, bonett_price_interval, flips, mcnemar, non_inferior
+from evalq.records import Estimate
+
+
+def pairs(baseline: np.ndarray, candidate: np.ndarray, clusters: np.ndarray | None = None) -> ItemPairs:
+    nothing = np.full(len(baseline), -1)
+    return ItemPairs(baseline.astype(float), candidate.astype(float), clusters, nothing, nothing)
+
+
+def changed(lost: int, won: int, right: int = 30, wrong: int = 30) -> ItemPairs:
+    base = np.repeat([1, 0, 1, 0], [lost, won, right, wrong])
+    return pairs(base, np.repeat([0, 1, 1, 0], [lost, won, right, wrong]))
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 40), st.integers(0, 40))
+def test_mcnemar_is_statsmodels(lost: int, won: int) -> None:
+    data = changed(lost, won)
+    found = mcnemar(data.baseline, data.candidate)
+    assert (found.lost, found.won) == (lost, won)
+    expected = reference([[30, lost], [won, 30]], exact=True).pvalue
+    assert found.p_two_sided == pytest.approx(min(float(expected), 1.0), abs=1e-9)
+    assert found.p_worse == pytest.approx(float(scipy.stats.binom.sf(lost - 1, lost + won, 0.5)), abs=1e-9)
+
+
+def test_flips_count_both_directions() -> None:
+    found = flips(changed(6, 4), "hellaswag", "acc", 0.95)
+    assert found.value == 10 / 70
+    expected = scipy.stats.binomtest(10, 70).proportion_ci(0.95)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-9)
+    assert found.note == "6 right to wrong, 4 wrong to right"
+
+
+def test_bonett_price_by_hand() -> None:
+    # lost 6, won 2 of 100: p = 7/102 and 3/102, value -4/102, half 1.959964 * sqrt((10/102 - (4/102)^2)/102).
+    half = 1.959964 * ((10 / 102 - (4 / 102) ** 2) / 102) ** 0.5
+    assert bonett_price_interval(6, 2, 100, 0.95) == pytest.approx((-4 / 102 - half, -4 / 102 + half), abs=1e-7)
+
+
+def test_no_change_still_has_an_interval() -> None:
+    found = accuracy_difference(changed(0, 0), "hellaswag", "acc", 0.95)
+    assert found.value == 0.0
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low < 0.0 < found.high
+
+
+def test_continuous_values_get_a_student_interval() -> None:
+    rng = np.random.default_rng(0)
+    base = rng.random(50)
+    cand = base + rng.normal(0, 0.05, 50)
+    found = accuracy_difference(pairs(base, cand), "truthfulqa_mc2", "acc", 0.95)
+    expected = scipy.stats.ttest_rel(cand, base).confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), rel=1e-9)
+
+
+def test_items_of_one_source_are_one_observation() -> None:
+    rng = np.random.default_rng(1)
+    base = (rng.random(40) < 0.5).astype(float)
+    cand = np.where(rng.random(40) < 0.1, 1 - base, base)
+    alone = accuracy_difference(pairs(base, cand, np.arange(40).astype(str)), "t", "acc", 0.95)
+    copies = np.tile(np.arange(40), 25).astype(str)
+    tripled = accuracy_difference(pairs(np.tile(base, 25), np.tile(cand, 25), copies), "t", "acc", 0.95)
+    assert (tripled.low, tripled.high) == pytest.approx((alone.low, alone.high), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "status"),
+    [(-0.009, 0.01, "PASS"), (-0.01, 0.0, "PASS"), (-0.02, -0.0101, "FAIL"), (-0.02, 0.0, "INCONCLUSIVE")],
+)
+def test_non_inferiority(low: float, high: float, status: str) -> None:
+    assert non_inferior(Estimate("x", 0.0, low, high, 0.95, 100, "m"), 0.01) == status
+
+
+def test_no_interval_is_invalid() -> None:
+    assert non_inferior(Estimate("x", None, None, None, 0.95, 0, "m"), 0.01) == "INVALID"
