@@ -154,16 +154,24 @@ def weight_bytes(
     return tp * sum(stage_weight_bytes(facts, quant, dtype, tp, pp, ep))
 
 
+def tensor_bytes(facts: ModelFacts, quant: QuantConfig, dtype: str = "bfloat16") -> int:
+    """Bytes of the checkpoint's tensors, exact, headers left out."""
+    return sum(
+        module.copies * _module_bytes(module.shape, module.bias, module.buffers, scheme, dtype, "checkpoint")
+        for module, scheme in assign(facts, quant)
+    )
+
+
 def checkpoint_bytes(facts: ModelFacts, quant: QuantConfig, dtype: str = "bfloat16") -> int:
     """Bytes of the safetensors files: tensors and, to within a few bytes per tensor, their headers."""
-    total = 8
+    header = 8
     for module, scheme in assign(facts, quant):
-        tensors = stored_tensors(module.shape, module.bias, scheme, dtype, "checkpoint")
-        total += module.copies * (_nbytes(tensors) + module.buffers * 4)
-        for tensor in tensors:
+        for tensor in stored_tensors(module.shape, module.bias, scheme, dtype, "checkpoint"):
             name = len(module.name.replace("{layer}", "00")) + 1 + len(tensor.suffix)
-            total += module.copies * (name + HEADER_ENTRY_BYTES + sum(len(str(side)) + 1 for side in tensor.shape) + 10)
-    return total
+            header += module.copies * (
+                name + HEADER_ENTRY_BYTES + sum(len(str(side)) + 1 for side in tensor.shape) + 10
+            )
+    return tensor_bytes(facts, quant, dtype) + header
 
 
 def kv_bytes_per_layer(facts: ModelFacts, kv_cache_dtype: str, tp: int = 1) -> int:
