@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ def one_cell(answer: Answer, visible: str | None = None) -> str:
     if answer.roofline is not None:
         parts.append(_roofline(answer))
     if visible:
-        parts.append(f"What the gate can see\n  {visible}")
+        parts.append("What the gate can see\n" + textwrap.indent(visible, "  "))
     parts.append(_rules(answer))
     return "\n\n".join(parts)
 
