@@ -74,10 +74,10 @@ def main(argv: list[str]) -> int:
         server.wait()
         raise MeasurementError(f"MLflow's server ended by itself with code {server.returncode}; start evalq ui again")
     except KeyboardInterrupt:
-        print("\nended")
         return EXIT_PASS
     finally:
         end_group(server)
+        print("\nMLflow's pages are closed")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -72,7 +72,7 @@ class Session:
         manifest = self._manifest()
         left = [cell for cell in manifest.cells if cell.record_id not in self._done]
         if self._connect() and self._log(left):
-            self._close(manifest, status)
+            self._close(manifest)
         self._emit("finished", left=sum(cell.record_id not in self._done for cell in manifest.cells))
         self._path = None
 
@@ -136,11 +136,11 @@ class Session:
             self._emit("cell", record_id=cell.record_id, **result)
         return True
 
-    def _close(self, manifest: Manifest, status: str) -> None:
+    def _close(self, manifest: Manifest) -> None:
         assert self._upload is not None
         assert self._place is not None
         try:
-            refusal = self._upload.close_study(manifest, self._place[1], status)
+            refusal = self._upload.close_study(manifest, self._place[1])
         except Exception as error:  # as in _connect
             refusal = _in_words(error)
         if refusal:

@@ -228,12 +228,12 @@ class Upload:
         if entry not in logged:
             self._client.set_tag(run_id, "mlflow.loggedArtifacts", json.dumps([*logged, entry]))
 
-    def close_study(self, manifest: Manifest, parent: str, status: str) -> str:
-        """Summary of the study on its parent run, then its end. Returns why the summary was refused, or nothing."""
+    def close_study(self, manifest: Manifest, parent: str) -> str:
+        """Summary of the study on its parent run, then its end as the manifest has it; why it was refused, or nothing."""
         with self._alone():
-            return again_when_locked(lambda: self._close_study(manifest, parent, status))
+            return again_when_locked(lambda: self._close_study(manifest, parent))
 
-    def _close_study(self, manifest: Manifest, parent: str, status: str) -> str:
+    def _close_study(self, manifest: Manifest, parent: str) -> str:
         from mlflow.entities import Metric
 
         rows = summary.rows_of(manifest, self.store.records)
@@ -250,7 +250,7 @@ class Upload:
         except Exception as error:  # as in _log_artifacts
             refusal = f"the artifact store refused the summary ({type(error).__name__}: {error})"
         end = content.milliseconds(manifest.ended_at) if manifest.ended_at else None
-        self._client.set_terminated(parent, status, end)
+        self._client.set_terminated(parent, manifest.status, end)
         return refusal
 
     def _find(self, experiment: str, wanted: str) -> Any:

@@ -178,7 +178,8 @@ def test_refused_artifacts_keep_a_run_from_the_gate(
 def test_the_parent_run_sums_up(study: Study) -> None:
     for made in (build.record(), build.record("int8-w8a8", perplexity=32.4, weight_bytes=163_000_000)):
         study.log(study.add(made, None if made.cell.is_baseline else build.verdict(made)))
-    assert study.upload.close_study(m.read_manifest(study.path), study.parent, "FINISHED") == ""
+    m.end_manifest(study.path, "FINISHED")
+    assert study.upload.close_study(m.read_manifest(study.path), study.parent) == ""
     run = study.run(study.parent)
     assert run.info.status == "FINISHED"
     assert run.data.metrics["study/pass_cells"] == 1
