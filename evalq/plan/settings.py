@@ -6,7 +6,7 @@ with it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from evalq.config import EngineConfig, RunConfig
@@ -69,7 +69,7 @@ def engine_settings(config: RunConfig, facts: ModelFacts, gpu: GpuFacts) -> Sett
         tensor_parallel_size=int(values["tensor_parallel_size"]),
         pipeline_parallel_size=int(values["pipeline_parallel_size"]),
         expert_parallel=bool(extra.get("enable_expert_parallel", False)),
-        max_model_len=int(values["max_model_len"] or _default_length(config, facts)),
+        max_model_len=int(values["max_model_len"] or _default_length(config)),
         max_num_seqs=int(values["max_num_seqs"]),
         max_num_batched_tokens=int(values["max_num_batched_tokens"]),
         block_size=values["block_size"],
@@ -84,9 +84,24 @@ def engine_settings(config: RunConfig, facts: ModelFacts, gpu: GpuFacts) -> Sett
     )
 
 
-def _default_length(config: RunConfig, facts: ModelFacts) -> int:
-    wanted = max(config.tasks.perplexity_window, config.tasks.choice_window) + WINDOW_SLACK_TOKENS
-    return min(wanted, facts.max_positions) if facts.max_positions else wanted
+def with_needs(config: RunConfig, facts: ModelFacts, gpu: GpuFacts) -> RunConfig:
+    """The config with the model's needs written into it, so that the engine is started with what the rules saw."""
+    settings = engine_settings(config, facts, gpu)
+    engine = replace(
+        config.engine,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        pipeline_parallel_size=settings.pipeline_parallel_size,
+        block_size=settings.block_size,
+        enforce_eager=settings.enforce_eager,
+        extra=settings.extra,
+        env=settings.env,
+    )
+    return replace(config, engine=engine)
+
+
+def _default_length(config: RunConfig) -> int:
+    """As the engine is started: never cut to the model's positions, so that the rule context-length can speak."""
+    return max(config.tasks.perplexity_window, config.tasks.choice_window) + WINDOW_SLACK_TOKENS
 
 
 def effective_kv_dtype(asked: str, facts: ModelFacts, gpu: GpuFacts) -> str:
