@@ -91,7 +91,10 @@ def test_gold_positions_are_balanced() -> None:
 def test_length_of_the_ending_is_no_shortcut() -> None:
     items = rows("completions.jsonl")
     for pick in (max, min):
-        right = sum(pick(range(4), key=lambda k, i=i: len(i["choices"][k])) == i["gold"] for i in items)
+        right = 0
+        for i in items:
+            sizes = [len(c) for c in i["choices"]]
+            right += sizes.index(pick(sizes)) == i["gold"]
         assert right / len(items) < 0.40
 
 
