@@ -433,7 +433,8 @@ def read_table(folder: Path | str, record: Record, name: str) -> pa.Table | None
     if file_sha256(file) != record.tables[name]:
         raise RecordError(f"{file} is not the table that record {record.record_id} was written with; measure it anew")
     try:
-        table = pq.read_table(file)
+        with pq.ParquetFile(file) as opened:  # pq.read_table would import pandas where it is installed
+            table = opened.read()
     except (pa.ArrowException, OSError) as error:
         raise RecordError(f"{file} is not readable Parquet ({error}); measure it anew") from error
     wanted = SCHEMAS[name]()
