@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from evalq.judge.pairs import Tables, column, rows_of
+from evalq.judge.pairs import Tables, rows_of
 from evalq.judge.policy import METRIC_UNITS, Policy
 from evalq.judge.tasks import MAIN_METRICS, PERPLEXITY_TASK
 from evalq.records import TaskScores
@@ -90,11 +90,11 @@ def _recompute(tables: Tables, task: str, metric: str) -> tuple[float, int] | No
         rows = rows_of(tables.documents, task)
         if rows is None:
             return None
-        nll, unit = column(rows, "nll_nats", task), column(rows, METRIC_UNITS[metric], task)
+        nll, unit = rows["nll_nats"], rows[METRIC_UNITS[metric]]
         with np.errstate(all="ignore"):
             return float(np.exp(nll.sum() / unit.sum())), len(nll)
     rows = rows_of(tables.items, task, metric)
     if rows is None:
         return None
-    values = column(rows, "value", task)
+    values = rows["value"]
     return float(values.mean()), len(values)

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Floats = NDArray[np.float64]
+Columns = dict[str, NDArray[Any]]
 UNITS = ("tokens", "words", "bytes")
+DOCUMENT_COLUMNS = ("task", "doc_id", "doc_hash", "nll_nats", *UNITS, "truncated")
+ITEM_COLUMNS = ("task", "item_id", "item_hash", "cluster", "metric", "value")
+PRIMITIVES = {"int64": "<i8", "int32": "<i4", "double": "<f8", "float": "<f4"}
 ACCURACIES = ("hellaswag", "truthfulqa_mc1", "truthfulqa_mc2")  # tasks whose values are shares
 
 
@@ -42,43 +46,63 @@ class ItemPairs:
     baseline: Floats
     candidate: Floats
     clusters: NDArray[Any] | None
-    baseline_answers: NDArray[np.int64]
-    candidate_answers: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables of one record that the judge reads, each checked against its sha256."""
+    """What the judge reads of one record's tables, each checked against its sha256: column -> (rows,)."""
 
     record: Record
-    documents: pa.Table | None
-    items: pa.Table | None
+    documents: Columns | None
+    items: Columns | None
 
     @classmethod
     def read(cls, record: Record, folder: Path) -> Tables:
-        return cls(record, read_table(folder, record, "documents"), read_table(folder, record, "items"))
+        """Errors: RecordError for a table that is missing, changed, or has empty values."""
+        documents, items = read_table(folder, record, "documents"), read_table(folder, record, "items")
+        return cls(
+            record,
+            None if documents is None else {name: column(documents, name, "documents") for name in DOCUMENT_COLUMNS},
+            None if items is None else {name: column(items, name, "items") for name in ITEM_COLUMNS},
+        )
 
 
 def column(table: pa.Table, name: str, where: str) -> NDArray[Any]:
-    """A column as numpy. Errors: RecordError when it holds an empty value."""
+    """A column of text or numbers as numpy. Errors: RecordError when it holds an empty value.
+
+    Straight from the buffer: pyarrow's own conversion imports pandas where that is installed, which takes most of the
+    second that the gate has.
+    """
+    import pyarrow as pa
+
     values = table.column(name)
     if values.null_count:
-        raise RecordError(f"{where} has {values.null_count} empty values in {name}; measure it anew")
-    return np.asarray(values.to_numpy(zero_copy_only=False))
+        raise RecordError(f"{where} of a record have {values.null_count} empty values in {name}; measure it anew")
+    if pa.types.is_string(values.type):
+        return np.array(values.to_pylist(), dtype=object)
+    if str(values.type) not in PRIMITIVES:
+        raise RecordError(f"{where} of a record have {name} as {values.type}; measure it anew")
+    kind = np.dtype(PRIMITIVES[str(values.type)])
+    parts = [
+        np.frombuffer(part.buffers()[1], kind, len(part), part.offset * kind.itemsize)
+        for part in values.chunks
+        if len(part)
+    ]
+    return np.concatenate(parts) if parts else np.empty(0, kind)
 
 
-def rows_of(table: pa.Table | None, task: str, metric: str | None = None) -> pa.Table | None:
+def rows_of(table: Columns | None, task: str, metric: str | None = None) -> Columns | None:
     """Rows of one task (and metric), sorted by id; None when there are none."""
     if table is None:
         return None
-    keep = np.asarray(table.column("task").to_numpy(zero_copy_only=False)) == task
+    keep = table["task"] == task
     if metric is not None:
-        keep &= np.asarray(table.column("metric").to_numpy(zero_copy_only=False)) == metric
+        keep = keep & (table["metric"] == metric)
     if not keep.any():
         return None
     key = "item_id" if metric is not None else "doc_id"
-    rows = table.take(np.flatnonzero(keep))
-    return rows.take(np.argsort(column(rows, key, task), kind="stable"))
+    order = np.flatnonzero(keep)[np.argsort(table[key][keep], kind="stable")]
+    return {name: values[order] for name, values in table.items()}
 
 
 def document_pairs(baseline: Tables, candidate: Tables, task: str) -> DocumentPairs:
@@ -102,16 +126,15 @@ def _documents(tables: Tables, task: str) -> dict[str, NDArray[Any]]:
     rows = rows_of(tables.documents, task)
     if rows is None:
         raise RecordError(f"record {tables.record.record_id} has no documents of {task}; measure it anew")
-    data = {name: column(rows, name, where) for name in ("doc_id", "doc_hash", "nll_nats", *UNITS, "truncated")}
-    if not np.isfinite(data["nll_nats"]).all():
-        bad = data["doc_id"][~np.isfinite(data["nll_nats"])]
+    if not np.isfinite(rows["nll_nats"]).all():
+        bad = rows["doc_id"][~np.isfinite(rows["nll_nats"])]
         raise RecordError(f"{where}: {len(bad)} are not finite, the first is document {bad[0]}")
-    if (data["nll_nats"] < 0).any() or not data["nll_nats"].sum() > 0:
+    if (rows["nll_nats"] < 0).any() or not rows["nll_nats"].sum() > 0:
         raise RecordError(f"{where}: a negative log-likelihood below 0 (or all 0) is no measurement")
     for unit in UNITS:
-        if (data[unit] <= 0).any():
-            raise RecordError(f"{where}: a document has {data[unit].min()} {unit}; every document needs at least one")
-    return data
+        if (rows[unit] <= 0).any():
+            raise RecordError(f"{where}: a document has {rows[unit].min()} {unit}; every document needs at least one")
+    return rows
 
 
 def item_pairs(baseline: Tables, candidate: Tables, task: str, metric: str) -> ItemPairs:
@@ -123,7 +146,7 @@ def item_pairs(baseline: Tables, candidate: Tables, task: str, metric: str) -> I
         raise RecordError(f"item {first['item_id'][different[0]]} of {task} is not the same item in the two records")
     names = first["cluster"]
     clusters = None if (names == "").all() else np.where(names == "", first["item_id"].astype(str), names)
-    return ItemPairs(first["value"], second["value"], clusters, first["answer"], second["answer"])
+    return ItemPairs(first["value"], second["value"], clusters)
 
 
 def _items(tables: Tables, task: str, metric: str) -> dict[str, NDArray[Any]]:
@@ -131,13 +154,11 @@ def _items(tables: Tables, task: str, metric: str) -> dict[str, NDArray[Any]]:
     rows = rows_of(tables.items, task, metric)
     if rows is None:
         raise RecordError(f"record {tables.record.record_id} has no items for {metric} of {task}; measure it anew")
-    data = {name: column(rows, name, where) for name in ("item_id", "item_hash", "cluster", "value")}
-    data["answer"] = np.asarray(rows.column("answer").fill_null(-1).to_numpy())
-    if not np.isfinite(data["value"]).all():
-        raise RecordError(f"{where}: {int((~np.isfinite(data['value'])).sum())} items are not finite")
-    if task in ACCURACIES and not ((data["value"] >= 0) & (data["value"] <= 1)).all():
+    if not np.isfinite(rows["value"]).all():
+        raise RecordError(f"{where}: {int((~np.isfinite(rows['value'])).sum())} items are not finite")
+    if task in ACCURACIES and not ((rows["value"] >= 0) & (rows["value"] <= 1)).all():
         raise RecordError(f"{where}: a value outside 0 to 1 is no accuracy; measure it anew")
-    return data
+    return rows
 
 
 def _expect_same_ids(first: NDArray[Any], second: NDArray[Any], task: str, what: str) -> None:

@@ -86,6 +86,7 @@ def damaged(rows: Rows, increase: float, noise: float = 0.002, flips: int = 0, s
         values[right] = 0.0
         if task == "truthfulqa_mc2":
             values += 0.001 * rng.standard_normal(len(values))
+            np.clip(values, 0.0, 1.0, out=values)
     return Rows(nll, rows.words, items, rows.clusters)
 
 

@@ -15,8 +15,7 @@ from evalq.records import Estimate
 
 
 def pairs(baseline: np.ndarray, candidate: np.ndarray, clusters: np.ndarray | None = None) -> ItemPairs:
-    nothing = np.full(len(baseline), -1)
-    return ItemPairs(baseline.astype(float), candidate.astype(float), clusters, nothing, nothing)
+    return ItemPairs(baseline.astype(float), candidate.astype(float), clusters)
 
 
 def changed(lost: int, won: int, right: int = 30, wrong: int = 30) -> ItemPairs:

@@ -1,0 +1,165 @@
+"""`evalq gate` and `evalq compare` as commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import record_builder as rb
+
+from evalq.cli import compare as compare_verb
+from evalq.cli import gate as gate_verb
+from evalq.records import read_verdict
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Path:
+    """A records root with a baseline, a good, a bad and a failed candidate, and one that cannot be compared."""
+    root = tmp_path / "records"
+    rows = rb.baseline_rows()
+    rb.write(root / "one", rb.record("baseline", rows), rows)
+    for name, increase in (("good", 0.003), ("bad", 0.05), ("unclear", 0.0149)):
+        changed = rb.damaged(rows, increase)
+        rb.write(root / "more" / name, rb.record(name, changed), changed)
+    rb.write(root / "more" / "died", rb.failed("died", rows), rows)
+    other = rb.record("other", rows, fingerprint={"gpu": "NVIDIA H100 NVL"})
+    rb.write(root / "more" / "other", other, rows)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("good", 0), ("bad", 1), ("unclear", 3), ("died", 5), ("other", 5), ("x", 5)]
+)
+def test_exit_codes_by_record_id(records: Path, name: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--baseline", "baseline-id", "--candidate", f"{name}-id", "--records", str(records)]
+    assert gate_verb.main(arguments) == code
+    assert f"exit code {code}" in capsys.readouterr().out
+
+
+def test_the_last_line_of_json_is_the_verdict(records: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gate_verb.main(
+        ["--baseline", str(records / "one"), "--candidate", str(records / "more" / "good"), "--format", "json"]
+    )
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["status"] == "PASS"
+
+
+@pytest.mark.parametrize(
+    ("form", "words"), [("junit", "<testsuite"), ("markdown", "### evalq: PASS"), ("text", "PASS")]
+)
+def test_formats(records: Path, form: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = ["--baseline", str(records / "one" / "record.json"), "--candidate", str(records / "more" / "good")]
+    assert gate_verb.main([*paths, "--format", form]) == 0
+    assert words in capsys.readouterr().out
+
+
+def test_missing_arguments_are_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gate_verb.main(["--candidate", "x"]) == 2
+    with pytest.raises(SystemExit) as caught:
+        gate_verb.main(["--no-such-flag"])
+    assert caught.value.code == 2
+    capsys.readouterr()
+
+
+def test_an_unknown_policy_key_names_the_nearest(
+    records: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = tmp_path / "p.yaml"
+    policy.write_text("limmit: 1.5%\n")
+    arguments = ["--baseline", "baseline-id", "--candidate", "good-id", "--records", str(records)]
+    assert gate_verb.main([*arguments, "--policy", str(policy), "--out", str(tmp_path)]) == 2
+    assert "did you mean limit?" in read_verdict(tmp_path).summary
+    capsys.readouterr()
+
+
+def test_allow_is_recorded(records: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--baseline", "baseline-id", "--candidate", "other-id", "--records", str(records)]
+    gate_verb.main([*arguments, "--allow", "gpu", "--out", str(tmp_path)])
+    assert read_verdict(tmp_path).allowed_differences == ["gpu: baseline 'NVIDIA H200', candidate 'NVIDIA H100 NVL'"]
+    assert gate_verb.main([*arguments, "--allow", "gpuu"]) == 2
+    assert "did you mean gpu?" in capsys.readouterr().out
+
+
+def test_a_bug_in_the_judge_is_not_a_quality_fail(
+    records: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fall_over(*_: object) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(gate_verb, "judge", fall_over)
+    arguments = ["--baseline", "baseline-id", "--candidate", "good-id", "--records", str(records)]
+    assert gate_verb.main(arguments) == 5
+    assert "the judge itself failed" in capsys.readouterr().out
+
+
+def test_an_mlflow_run_id_without_mlflow_names_the_extra(
+    records: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    arguments = ["--baseline", "0" * 32, "--candidate", "good-id", "--records", str(records)]
+    assert gate_verb.main(arguments) == 2
+    assert "pip install 'evalq[measure]'" in " ".join(capsys.readouterr().out.split())
+
+
+def test_compare_shows_differences_and_ends_well(records: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare_verb.main(["baseline-id", "bad-id", "--records", str(records)]) == 0
+    text = capsys.readouterr().out
+    assert "word_perplexity_increase" in text
+    assert "+5.000 %" in text
+
+
+def test_compare_refuses_other_gpus(records: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare_verb.main(["baseline-id", "other-id", "--records", str(records)]) == 5
+    assert "gpu: baseline 'NVIDIA H200', candidate 'NVIDIA H100 NVL'" in capsys.readouterr().err
+
+
+def test_compare_json(records: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compare_verb.main(["baseline-id", "good-id", "--records", str(records), "--format", "json"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["second_id"] == "good-id"
+
+
+def test_fidelity_without_tokens_says_how_to_get_them(records: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare_verb.main(["baseline-id", "good-id", "--records", str(records), "--fidelity"]) == 5
+    assert "tasks.keep_tokens=true" in capsys.readouterr().err
+
+
+def gate_process(records: Path) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from evalq.cli.gate import main; sys.exit(main(sys.argv[1:]))"
+    arguments = ["--baseline", str(records / "one"), "--candidate", str(records / "more" / "good")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def test_from_shell_to_verdict_within_a_second(records: Path) -> None:
+    """Processor time, so that a busy machine does not decide; the best of three."""
+    spent = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert gate_process(records).returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(spent) < 1.0
+
+
+def test_the_gate_loads_nothing_heavy(records: Path) -> None:
+    code = (
+        "import sys; from evalq.cli.gate import main; main(sys.argv[1:]); "
+        "heavy = {'vllm', 'torch', 'mlflow', 'lm_eval', 'datasets', 'transformers', 'pandas', 'hydra', 'scipy'}; "
+        "found = heavy & set(sys.modules); sys.exit(f'loaded: {found}' if found else 0)"
+    )
+    arguments = ["--baseline", str(records / "one"), "--candidate", str(records / "more" / "good")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
