@@ -148,7 +148,9 @@ class TasksConfig:
     choice_window: int = 2048  # tokens
     topk: int = 0  # log-probabilities kept per scored token for fidelity; 0 = target and top-1 only
     keep_tokens: bool = True  # per-token log-probabilities of the perplexity documents
-    request_order: str = "forward"  # forward | reverse: order in which sequences are fed; must not matter (the A/A floor)
+    request_order: str = (
+        "forward"  # forward | reverse: order in which sequences are fed; must not matter (the A/A floor)
+    )
     share_prefixes: bool = True  # choice tasks: compute a common context once; never for a quantised KV cache
     scorer: str = "hook"  # hook (inside the engine) | prompt_logprobs (the engine's public interface)
 
@@ -178,7 +180,9 @@ class GateConfig:
     strict: bool = False  # true: PASS with a warning becomes FAIL
     suspect_improvement: str = "2.0%"  # better than the baseline by more than this and than noise = SUSPECT
     min_documents: int = 10
-    required_tasks: list[str] = field(default_factory=lambda: ["wikitext", "hellaswag", "truthfulqa_mc1", "truthfulqa_mc2"])
+    required_tasks: list[str] = field(
+        default_factory=lambda: ["wikitext", "hellaswag", "truthfulqa_mc1", "truthfulqa_mc2"]
+    )
     task_margins: dict[str, str] = field(default_factory=dict)  # task -> accuracy margin that the report compares with
     required_margins: list[str] = field(default_factory=list)  # tasks whose margin gates rather than advises
     conditions: list[str] = field(default_factory=list)  # e.g. "weight_bytes <= 70%"
@@ -260,7 +264,9 @@ def parse_share(text: str | float, name: str) -> float:
     given = str(text).strip()
     match = re.fullmatch(r"([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*(%?)", given)
     if not match:
-        raise ConfigError(f'{name}={given!r} is not a share; write a percent such as "1.5%" or a fraction such as 0.015')
+        raise ConfigError(
+            f'{name}={given!r} is not a share; write a percent such as "1.5%" or a fraction such as 0.015'
+        )
     value = float(match[1]) / (100.0 if match[2] else 1.0)
     if not math.isfinite(value) or (not match[2] and value >= 1.0):
         raise ConfigError(f'{name}={given!r} is ambiguous; write "{given}%" for a percent or a fraction below 1')

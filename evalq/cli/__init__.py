@@ -6,6 +6,7 @@ import importlib
 import json
 import signal
 import sys
+import traceback
 from types import FrameType
 from typing import NoReturn
 
@@ -50,6 +51,16 @@ def main(argv: list[str] | None = None) -> int:
             print(json.dumps({"exit_code": EXIT_INTERRUPTED, "released": False, "error": "interrupted", "cells": []}))
         return EXIT_INTERRUPTED
     except BrokenPipeError:
+        return EXIT_MEASUREMENT
+    except Exception:
+        # Python's own exit code for a crash is 1, which here means that quality failed.
+        traceback.print_exc()
+        print(
+            "evalq: this is a defect of evalq, not a statement about the model; please report the trace above",
+            file=sys.stderr,
+        )
+        if verb == "run":
+            print(json.dumps({"exit_code": EXIT_MEASUREMENT, "released": False, "error": "defect", "cells": []}))
         return EXIT_MEASUREMENT
 
 

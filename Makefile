@@ -1,0 +1,53 @@
+# make demo   creates .venv, installs, runs the first example        make test      the tests
+# make check  ruff, mypy --strict, import layers                     make test-ui   browser tests (needs Debian's chromium)
+# Needs Python 3.11, make and a package index. Everything is installed into .venv.
+.DEFAULT_GOAL := help
+SHELL := bash
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+UV := $(VENV)/uv/bin/uv
+# uv does not read pip's configured find-links, where a CPU wheel of torch may lie.
+export UV_FIND_LINKS ?= $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
+export EVALQ_DATA ?= $(wildcard $(abspath ../shared/data))
+STAMP := $(VENV)/.installed
+
+.PHONY: help install demo test test-ui check format bench clean
+help:
+	@sed -n 's/^# //p' Makefile | head -3
+
+install: $(STAMP)
+
+$(UV):
+	@command -v $(PYTHON) >/dev/null || { echo "evalq needs $(PYTHON); install it or give PYTHON=/path/to/python3.11"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV)/uv
+	$(VENV)/uv/bin/pip install --quiet --disable-pip-version-check uv
+
+$(STAMP): pyproject.toml constraints/cpu.txt constraints/overrides-cpu.txt | $(UV)
+	$(UV) pip install --python $(BIN)/python --override constraints/overrides-cpu.txt --constraint constraints/cpu.txt -e '.[cpu,dev]'
+	@touch $(STAMP)
+
+demo: install
+	@$(BIN)/python -m evalq +model=smollm2-135m +quant=mixed-4-8; code=$$?; \
+	echo "the job's own exit code: $$code (0 pass, 1 quality fail, 3 inconclusive are verdicts)"; \
+	case $$code in 0|1|3) exit 0;; *) exit $$code;; esac
+
+test: install
+	$(BIN)/python -m pytest
+
+test-ui: install
+	$(BIN)/python -m pytest -m ui tests/ui
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy evalq
+	$(BIN)/lint-imports
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
