@@ -74,6 +74,11 @@ def unfinished(record: Record, side: str) -> list[str]:
     elif not record.applied.ok or record.applied.problems:
         why = "; ".join(record.applied.problems) or "the engine's state does not match the scheme"
         problems.append(f"the scheme {record.cell.quant} of the {side} was not applied: {why}")
+    if side == "baseline" and not record.cell.is_baseline:
+        problems.append(
+            f"the baseline record {record.record_id} was measured as candidate {record.cell.quant}, not as a baseline; "
+            "swapped arguments? use evalq compare for any two records"
+        )
     if not record.fingerprint:
         problems.append(f"the {side} record has an empty fingerprint, so nothing can be compared with it")
     if "dummy" in (record.fingerprint.get("load_format"), record.engine_settings.get("load_format")):

@@ -72,7 +72,7 @@ def judge(
     problems = [
         *unfinished(baseline, "baseline"),
         *unfinished(candidate, "candidate"),
-        *(f"not comparable: {d}" for d in found if d.field not in excused),
+        *(f"not comparable: {d}{_advice(d)}" for d in found if d.field not in excused),
     ]
     if problems:
         return case.invalid(problems)
@@ -81,6 +81,12 @@ def judge(
         return _judge_tables(case, first, second, floor)
     except RecordError as error:
         return case.invalid([str(error)])
+
+
+def _advice(difference: Difference) -> str:
+    if difference.field in NEVER_ALLOWED:
+        return ""
+    return f"; measure the baseline anew, or accept the difference with --allow {difference.field}"
 
 
 @dataclass(frozen=True)
@@ -188,9 +194,17 @@ def _conclude(case: _Case, checks: list[Check], suspicion: str | None) -> Verdic
     reasons += [f"{check.reason} ({check.status})" for check in required if check.reason not in reasons]
     reasons += [f"advice: {check.reason}" for check in checks if not check.required]
     reasons += [f"note: {check.estimate.note}" for check in required if check.estimate and check.estimate.note]
+    reasons += _left_out_notes(case)
     reasons += [f"note: {text}" for text in scheme_forced(case.baseline, case.candidate)]
     reasons += [f"allowed difference: {item}" for item in case.allowed]
     return case.verdict(status, warning, reasons, checks)
+
+
+def _left_out_notes(case: _Case) -> list[str]:
+    scores = [case.candidate.tasks[task] for task in required_tasks(case.rules)]
+    return [
+        f"note: {s.left_out} of {s.n + s.left_out} of {s.task} left out on both sides" for s in scores if s.left_out
+    ]
 
 
 def _summary(status: str, warning: bool, names: str, reasons: Sequence[str]) -> str:

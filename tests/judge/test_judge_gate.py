@@ -147,6 +147,26 @@ def test_allowing_an_unknown_field_names_the_nearest(tmp_path: Path) -> None:
         pair(tmp_path, 0.0).judge(allow=("attention_backnd",))
 
 
+def test_swapped_arguments_are_refused(tmp_path: Path) -> None:
+    found = pair(tmp_path, 0.03)
+    verdict = judge(found.second, found.second_folder, found.first, found.first_folder, GateConfig())
+    assert (verdict.status, verdict.exit_code) == ("INVALID", 5)
+    assert "swapped arguments?" in verdict.summary
+
+
+def test_what_was_left_out_is_said(tmp_path: Path) -> None:
+    found = pair(tmp_path, 0.0)
+    sides = []
+    for record in (found.first, found.second):
+        scores = dataclasses.replace(record.tasks["wikitext"], left_out=3)
+        sides.append(dataclasses.replace(record, tasks={**record.tasks, "wikitext": scores}))
+    verdict = judge(sides[0], found.first_folder, sides[1], found.second_folder, GateConfig())
+    assert verdict.status == "PASS"
+    assert "note: 3 of 65 of wikitext left out on both sides" in verdict.reasons
+    uneven = judge(found.first, found.first_folder, sides[1], found.second_folder, GateConfig())
+    assert "left_out of wikitext: baseline 0, candidate 3" in uneven.summary
+
+
 def test_random_weights_are_never_allowed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="random weights"):
         pair(tmp_path, 0.0).judge(allow=("load_format",))
