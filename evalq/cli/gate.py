@@ -45,12 +45,20 @@ def main(argv: list[str]) -> int:
     arguments = parser().parse_args(argv)
     if arguments.verdict:
         return _from_file(arguments)
-    stale = Path(arguments.out) / VERDICT_FILE if arguments.out else None
-    if stale is not None:
-        stale.unlink(missing_ok=True)  # the next step must never read the verdict of an earlier run
+    try:
+        return _judge_and_write(arguments)
+    except OSError as error:  # a full or read-only disk says nothing about quality
+        print(f"evalq gate: {error.filename or 'output'} cannot be written ({error.strerror})", file=sys.stderr)
+        return EXIT_MEASUREMENT
+
+
+def _judge_and_write(arguments: argparse.Namespace) -> int:
+    file = Path(arguments.out) / VERDICT_FILE if arguments.out else None
+    if file is not None:
+        file.unlink(missing_ok=True)  # the next step must never read the verdict of an earlier run
     verdict = _verdict(arguments)
-    if stale is not None:
-        write_text(stale, to_json(verdict) + "\n")
+    if file is not None:
+        write_text(file, to_json(verdict) + "\n")
     show(verdict, arguments.format)
     return verdict.exit_code
 

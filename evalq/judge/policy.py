@@ -158,7 +158,7 @@ def policy_from_mapping(data: dict[Any, Any], where: str) -> GateConfig:
         if key not in fields:
             problems.append(f"{where}: unknown key {key!r}; {nearest(str(key), tuple(fields))}")
             continue
-        built, wanted = _typed(value, getattr(default, key))
+        built, wanted = _typed(key, value, getattr(default, key))
         if wanted:
             problems.append(f"{where}: {key} is {value!r}; expected {wanted}")
         values[key] = built
@@ -167,7 +167,7 @@ def policy_from_mapping(data: dict[Any, Any], where: str) -> GateConfig:
     return GateConfig(**values)
 
 
-def _typed(value: Any, like: Any) -> tuple[Any, str]:
+def _typed(key: str, value: Any, like: Any) -> tuple[Any, str]:
     """The value in the type of the default `like`, and what was expected when it does not fit."""
     if isinstance(like, bool):
         return value, "" if isinstance(value, bool) else "true or false"
@@ -180,7 +180,13 @@ def _typed(value: Any, like: Any) -> tuple[Any, str]:
         return value, "" if fits else "a number" if isinstance(like, float) else "a whole number"
     if isinstance(like, dict):
         return _typed_mapping(value)
-    return (value, "") if isinstance(value, list) else (value, "a list")
+    return _typed_list(value, key)
+
+
+def _typed_list(value: Any, key: str) -> tuple[Any, str]:
+    wanted = int if key == "looks" else str
+    fits = isinstance(value, list) and all(type(item) is wanted for item in value)
+    return value, "" if fits else f"a list of {'whole numbers' if wanted is int else 'names'}"
 
 
 def _typed_mapping(value: Any) -> tuple[Any, str]:

@@ -107,6 +107,28 @@ def test_an_mlflow_run_id_without_mlflow_names_the_extra(
     assert "pip install 'evalq[measure]'" in " ".join(capsys.readouterr().out.split())
 
 
+def test_an_output_that_cannot_be_written_is_not_a_quality_fail(
+    records: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    arguments = ["--baseline", "baseline-id", "--candidate", "good-id", "--records", str(records)]
+    assert gate_verb.main([*arguments, "--out", str(tmp_path / "file")]) == 5
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_record_is_found_by_its_mlflow_run(records: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="needs mlflow")
+    store = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    client = mlflow.MlflowClient(tracking_uri=store)
+    experiment = client.create_experiment("tiny", artifact_location=(tmp_path / "artifacts").as_uri())
+    run_id = client.create_run(experiment).info.run_id
+    client.log_artifacts(run_id, str(records / "more" / "bad"), "record")
+    arguments = ["--baseline", "baseline-id", "--records", str(records), "--tracking-uri", store]
+    assert gate_verb.main([*arguments, "--candidate", run_id]) == 1
+    assert gate_verb.main([*arguments, "--candidate", "f" * 32]) == 5
+    assert "is the tracking URI right?" in " ".join(capsys.readouterr().out.split())
+
+
 def test_compare_shows_differences_and_ends_well(records: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare_verb.main(["baseline-id", "bad-id", "--records", str(records)]) == 0
     text = capsys.readouterr().out

@@ -37,6 +37,12 @@ def test_every_problem_is_listed(tmp_path: Path) -> None:
     assert "min_documents is 2.5; expected a whole number" in text
 
 
+@pytest.mark.parametrize("data", [{"looks": ["a"]}, {"looks": 20}, {"allow": [1]}, {"required_tasks": "wikitext"}])
+def test_lists_hold_what_they_should(data: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="a list of"):
+        policy_from_mapping(data, "p.yaml")
+
+
 @pytest.mark.parametrize("content", ["", "[]", "a: [", "just text"])
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "p.yaml"

@@ -85,3 +85,17 @@ def test_non_inferiority(low: float, high: float, status: str) -> None:
 
 def test_no_interval_is_invalid() -> None:
     assert non_inferior(Estimate("x", None, None, None, 0.95, 0, "m"), 0.01) == "INVALID"
+
+
+@pytest.mark.parametrize(("lost", "won"), [(0.04, 0.03), (0.015, 0.005), (0.01, 0.0)])
+def test_f3_error_rates_when_the_margin_lies_inside_the_noise(lost: float, won: float) -> None:
+    """Accuracy near 0.85 with a standard deviation of 0.009 has 1,574 items; the truth is exactly at a margin of 1 %."""
+    counts = np.random.default_rng(0).multinomial(1574, [lost, won, 1 - lost - won], 4000)
+    found = []
+    for a, b, _ in counts.tolist():
+        low, high = bonett_price_interval(a, b, 1574, 0.95)
+        found.append(non_inferior(Estimate("x", (b - a) / 1574, low, high, 0.95, 1574, "m"), lost - won))
+    shares = {status: found.count(status) / len(found) for status in ("PASS", "FAIL", "INCONCLUSIVE")}
+    assert shares["PASS"] <= 0.05
+    assert shares["FAIL"] <= 0.05
+    assert shares["INCONCLUSIVE"] >= 0.9
