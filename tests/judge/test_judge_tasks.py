@@ -96,6 +96,7 @@ def test_f3_error_rates_when_the_margin_lies_inside_the_noise(lost: float, won: 
         low, high = bonett_price_interval(a, b, 1574, 0.95)
         found.append(non_inferior(Estimate("x", (b - a) / 1574, low, high, 0.95, 1574, "m"), lost - won))
     shares = {status: found.count(status) / len(found) for status in ("PASS", "FAIL", "INCONCLUSIVE")}
-    assert shares["PASS"] <= 0.05
-    assert shares["FAIL"] <= 0.05
+    room = 3 * (0.05 * 0.95 / len(found)) ** 0.5  # three Monte Carlo standard errors; at most 4.7 % with 40,000 draws
+    assert shares["PASS"] <= 0.05 + room
+    assert shares["FAIL"] <= 0.05 + room
     assert shares["INCONCLUSIVE"] >= 0.9
