@@ -69,11 +69,9 @@ def judge(
     found = differences(baseline, candidate)
     excused = {*policy.allow, *allow} - set(NEVER_ALLOWED)
     case = _Case(baseline, candidate, rules, [d for d in found if d.field in excused])
-    problems = [
-        *unfinished(baseline, "baseline"),
-        *unfinished(candidate, "candidate"),
-        *(f"not comparable: {d}{_advice(d)}" for d in found if d.field not in excused),
-    ]
+    problems = [*unfinished(baseline, "baseline"), *unfinished(candidate, "candidate")]
+    if baseline.failure is None and candidate.failure is None:  # a cell that died has no whole fingerprint
+        problems += [f"not comparable: {d}{_advice(d)}" for d in found if d.field not in excused]
     if problems:
         return case.invalid(problems)
     try:

@@ -59,11 +59,11 @@ def sweep_table(rows: Sequence[SweepRow]) -> RenderableType:
         table.add_column(name, justify="right")
     table.add_column("verdict")
     for row in rows:
-        status = row.verdict.status if row.verdict else "INVALID"
+        style = COLOURS[row.verdict.status] if row.verdict else "red" if row.failure.startswith("failed") else "dim"
         word = verdict_word(row.verdict) if row.verdict else row.failure or "no verdict"
         rate = ABSENT if row.output_tokens_per_second is None else f"{row.output_tokens_per_second:,.1f}"
         memory = (size(row.weight_bytes), size(row.kv_bytes_per_token))
-        table.add_row(row.quant, _increase(row), *memory, rate, Text(word, style=COLOURS[status]))
+        table.add_row(row.quant, _increase(row), *memory, rate, Text(word, style=style))
     return table
 
 
