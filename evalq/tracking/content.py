@@ -29,6 +29,8 @@ SKIPPED_PARAMS = ("model.arch.", "model.notes", "quant.notes")  # equal in all c
 PARAM_LIMIT = 500  # characters; the smallest limit among MLflow's servers
 TAG_LIMIT = 2000  # characters shown; MLflow's own limit is higher
 GIB = 1 << 30
+KV_TOKENS = 32_768  # cached tokens at which weights and KV are added up, so that a KV scheme shows on one axis
+WEIGHTS_AND_KV = f"memory/weights_and_kv_of_{KV_TOKENS}_tokens_gib"
 PERPLEXITY_INCREASE = re.compile(r"(word_|byte_|token_)?perplexity_increase")
 
 
@@ -88,6 +90,8 @@ def _memory(record: Record) -> Iterator[tuple[str, float | None, str]]:
         yield f"memory/{name}", value, "the engine did not report it"
         if name in ("weight_bytes", "kv_pool_bytes", "peak_bytes") and value is not None:
             yield f"memory/{name.removesuffix('_bytes')}_gib", value / GIB, ""
+    if ledger.weight_bytes is not None and ledger.kv_bytes_per_token is not None:
+        yield WEIGHTS_AND_KV, (ledger.weight_bytes + KV_TOKENS * ledger.kv_bytes_per_token) / GIB, ""
 
 
 def _load(record: Record) -> Iterator[tuple[str, float | None, str]]:
@@ -135,7 +139,7 @@ def estimate_metric(name: str) -> tuple[str, float]:
 
 
 def params_of(record: Record, config: dict[str, Any] | None) -> dict[str, str]:
-    """Params of one cell: its composed config, flattened, then what the engine reported, then the fingerprint.
+    """Params of one cell: its composed config, flattened, then what the engine reported.
 
     A value too long for MLflow is cut and says where it is whole; two long values that differ never look equal.
     """
@@ -144,9 +148,8 @@ def params_of(record: Record, config: dict[str, Any] | None) -> dict[str, str]:
         for key, value in _flatten(section, (config or {}).get(section)):
             if not key.startswith(SKIPPED_PARAMS):
                 flat[key] = _shortened(value, CONFIG_FILE)
-    for prefix, mapping in (("engine_reported", record.engine_settings), ("fingerprint", record.fingerprint)):
-        for key, scalar in mapping.items():
-            flat[f"{prefix}.{key}"] = _shortened(_as_text(scalar), RECORD_FILE)
+    for key, scalar in record.engine_settings.items():
+        flat[f"engine_reported.{key}"] = _shortened(_as_text(scalar), RECORD_FILE)
     return {re.sub(r"[^A-Za-z0-9_\-. /:]", "_", key)[:250]: value for key, value in flat.items()}
 
 
@@ -185,6 +188,7 @@ def tags_of(record: Record, verdict: Verdict | None, reused: bool, metrics: Metr
         "evalq.status": record.status,
         "evalq.verdict": _verdict_word(record, verdict),
         "evalq.reused": _yes(reused),
+        "evalq.fingerprint": _fingerprint_digest(record),
         "mlflow.note.content": note_of(record, verdict, reused),
     }
     if record.failure is not None:
@@ -192,6 +196,12 @@ def tags_of(record: Record, verdict: Verdict | None, reused: bool, metrics: Metr
     for name, reason in metrics.invalid.items():
         tags[f"evalq.invalid.{name}"[:250]] = reason[:TAG_LIMIT]
     return tags
+
+
+def _fingerprint_digest(record: Record) -> str:
+    """Short and equal for records that may be compared; the fingerprint itself is in record.json."""
+    text = json.dumps(record.fingerprint, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _verdict_word(record: Record, verdict: Verdict | None) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from evalq.errors import RecordError
 from evalq.records import read_record
-from evalq.tracking.content import metrics_of, verdict_beside
+from evalq.tracking.content import KV_TOKENS, WEIGHTS_AND_KV, metrics_of, verdict_beside
 from evalq.tracking.manifest import Manifest
 
 COLUMNS = {  # heading -> metric, format
@@ -24,6 +24,7 @@ COLUMNS = {  # heading -> metric, format
 QUALITY = "quality/wikitext_word_perplexity"
 MEMORY = "memory/weight_gib"
 INCREASE = "quality/perplexity_increase_percent"
+AXIS_LABELS = ("weights, GiB", f"weights and KV cache of {KV_TOKENS:,} tokens, GiB")
 
 
 @dataclass(frozen=True)
@@ -103,23 +104,31 @@ def write(folder: Path, study: str, rows: list[Row]) -> None:
 def _plot(file: Path, study: str, rows: list[Row]) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
+    figure = Figure(figsize=(12, 5), dpi=110, layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, metric, label in zip(panels, (MEMORY, WEIGHTS_AND_KV), AXIS_LABELS, strict=True):
+        _panel(axes, metric, [row for row in rows if metric in row.metrics])
+        axes.set_xlabel(label)
+    panels[0].set_ylabel("wikitext word perplexity (bars: interval of the paired increase)")
+    figure.suptitle(study)
+    figure.savefig(file)
+
+
+def _panel(axes: Any, memory: str, rows: list[Row]) -> None:
     baseline = next((row.metrics[QUALITY] for row in rows if row.is_baseline), None)
+    middle = (min(row.metrics[memory] for row in rows) + max(row.metrics[memory] for row in rows)) / 2 if rows else 0.0
     for row in rows:
-        x, y = row.metrics[MEMORY], row.metrics[QUALITY]
+        x, y = row.metrics[memory], row.metrics[QUALITY]
         axes.errorbar(x, y, yerr=_bars(row, baseline), fmt="s" if row.is_baseline else "o", capsize=4)
         label = row.cell if row.is_baseline else f"{row.cell}: {row.verdict}"
-        axes.annotate(label, (x, y), xytext=(8, 6), textcoords="offset points", fontsize=9)
-    front = pareto([(row.metrics[MEMORY], row.metrics[QUALITY]) for row in rows])
-    axes.plot(*zip(*front, strict=True), linestyle=":", color="grey", zorder=0, label="no cell is better in both")
-    axes.set_xlabel("weights, GiB")
-    axes.set_ylabel("wikitext word perplexity (bars: interval of the paired increase)")
-    axes.set_title(study)
+        side = (-8, "right") if x > middle else (8, "left")  # labels point inwards and are never cut off
+        axes.annotate(label, (x, y), xytext=(side[0], 6), textcoords="offset points", fontsize=9, ha=side[1])
+    front = pareto([(row.metrics[memory], row.metrics[QUALITY]) for row in rows])
+    if front:
+        axes.plot(*zip(*front, strict=True), linestyle=":", color="grey", zorder=0, label="no cell is better in both")
+        axes.legend(fontsize=8)
     axes.margins(0.15)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(file)
 
 
 def _bars(row: Row, baseline: float | None) -> Any:

@@ -24,6 +24,8 @@ def test_metrics_carry_their_units_and_prefix() -> None:
     assert metrics["memory/weight_bytes"] == 269_000_000
     assert metrics["memory/weight_gib"] == pytest.approx(0.250526, abs=1e-6)
     assert metrics["memory/kv_bytes_per_token"] == 23_040
+    # (269,000,000 + 32,768 x 23,040) / 2^30
+    assert metrics["memory/weights_and_kv_of_32768_tokens_gib"] == pytest.approx(0.953651, abs=1e-6)
     assert metrics["load/output_tokens_per_second"] == 410.0
     assert metrics["time/total_seconds"] == 80.0
 
@@ -89,7 +91,6 @@ def test_params_are_the_flattened_config() -> None:
     assert params["quant.name"] == "4_8"
     assert params["quant.groups.g.weights.num_bits"] == "4"
     assert params["engine_reported.max_num_seqs"] == "64"
-    assert params["fingerprint.window"] == "2048"
     assert not any(key.startswith(("paths", "quant.notes")) for key in params)
 
 
@@ -114,6 +115,19 @@ def test_tags_name_cell_and_end() -> None:
     assert content.run_status(made) == "FAILED"
     assert content.run_status(build.failed("x", "interrupted")) == "KILLED"
     assert content.run_status(build.record()) == "FINISHED"
+
+
+def test_fingerprints_that_differ_show() -> None:
+    none = content.Metrics({}, {})
+    one, two = (build.record(fingerprint={"window": window}) for window in (2048, 4096))
+    assert (
+        content.tags_of(one, None, False, none)["evalq.fingerprint"]
+        == content.tags_of(one, None, True, none)["evalq.fingerprint"]
+    )
+    assert (
+        content.tags_of(one, None, False, none)["evalq.fingerprint"]
+        != content.tags_of(two, None, False, none)["evalq.fingerprint"]
+    )
 
 
 def test_times_span_the_stages() -> None:
