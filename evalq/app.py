@@ -17,12 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra import main as hydra_main
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -33,8 +34,10 @@ from evalq.facts.gpus import detect
 
 REQUIRED_GROUPS = ("model", "quant")
 NUMBER_LIKE = re.compile(
-    r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9_]+)?|[-+]?\.[0-9]+|true|false|yes|no|on|off", re.IGNORECASE
+    r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?(e[-+]?[0-9_]+)?|[-+]?\.[0-9][0-9_]*(e[-+]?[0-9_]+)?|[-+]?(inf|nan)|true|false|yes|no|on|off",
+    re.IGNORECASE,
 )
+PLAIN_TEXT = re.compile(r"[\w./:@%+?|*-]+", re.ASCII)  # what Hydra's grammar takes unquoted and leaves as it is
 OVERRIDE = re.compile(r"(?P<sign>\+{0,2}|~)(?P<key>[A-Za-z_][\w./@-]*)=(?P<value>.*)", re.DOTALL)
 
 
@@ -242,15 +245,28 @@ def _kind_of(key: str) -> Any:
 
 
 PATH_KEYS = ("model.path", "data.root", "paths.root")
+SWEEP_FUNCTION = re.compile(r"(choice|range|interval|glob|tag|sort|shuffle)\(")
 
 
 def _typed_value(key: str, value: str) -> str:
     """Quote what is text by schema and looks like something else; make paths absolute from where evalq was called."""
-    if _kind_of(key) is not str or value in ("null", "") or value[:1] in "'\"${[":
+    if _kind_of(key) is not str or value in ("null", "") or value.startswith(("'", '"', "${")):
         return value
     if key in PATH_KEYS:
-        return "'" + str(Path(value).expanduser().absolute()).replace("'", "\\'") + "'"
-    return _quote_numbers(value)
+        return _quoted(str(Path(value).expanduser().absolute()))
+    if SWEEP_FUNCTION.match(value):
+        return value
+    return ",".join(part if _is_plain(part) else _quoted(part) for part in value.split(","))
+
+
+def _is_plain(part: str) -> bool:
+    return bool(PLAIN_TEXT.fullmatch(part)) and not NUMBER_LIKE.fullmatch(part)
+
+
+def _quoted(text: str) -> str:
+    """Text as Hydra's grammar quotes it: backslashes count only before a quote."""
+    escaped = re.sub(r"(\\*)(')", r"\1\1\\\2", text)
+    return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"
 
 
 def _quote_numbers(value: str) -> str:
@@ -285,6 +301,8 @@ def _hydra_errors() -> Iterator[None]:
         raise
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_in_words(error)) from error
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(f"{error.problem_mark or 'a file of conf/'} is not valid YAML: {error.problem}") from error
     finally:
         GlobalHydra.instance().clear()
 
@@ -301,6 +319,12 @@ def _in_words(error: BaseException) -> str:
             return f"the config has no key {match[1]!r} in {match[2]}; {nearest(match[1], allowed)}"
         cause = cause.__cause__ or cause.__context__
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if isinstance(error, OverrideParseException):
+        return f"{error.override} cannot be read; put quotes inside quotes around text: key='\"a, b\"', key='[\"a b\"]'"
+    if text.startswith("Ambiguous value"):
+        return f"{lines[0]}; several values need -m (a sweep), and one text with a comma needs quotes: key='\"a,b\"'"
+    if isinstance(error.__cause__, OmegaConfBaseException):
+        lines.append(str(error.__cause__).splitlines()[0])
     return "; ".join(lines[:3]) or type(error).__name__
 
 
