@@ -22,7 +22,7 @@ from typing import Any
 
 from evalq.config import QuantConfig, RunConfig, config_hash
 from evalq.errors import EvalqError, InfeasibleError, MeasurementError
-from evalq.facts.gpus import detect
+from evalq.facts.gpus import detect, gpu_facts
 from evalq.measure import data
 from evalq.measure.cells import CellLock, find_baseline, keep_record
 from evalq.measure.device import check_device_clean
@@ -84,13 +84,16 @@ def places_of(config: RunConfig) -> Places:
 def prepare(config: RunConfig) -> Prepared:
     """Everything that can refuse the cell before anything runs. Errors: ConfigError, InfeasibleError."""
     from evalq.plan.feasibility import require_feasible
+    from evalq.facts.models import facts_of
     from evalq.plan.memory import predict_ledger
+    from evalq.plan.settings import with_needs
 
     sources = data.find_sources(config)
     warnings = [str(violation) for violation in require_feasible(config)]
     here = detect()
     name = here if config.gpu.name == "auto" else config.gpu.name
     resolved = dataclasses.replace(config, gpu=dataclasses.replace(config.gpu, name=name))
+    resolved = with_needs(resolved, facts_of(config.model), gpu_facts(name))
     if name != here:
         raise InfeasibleError(
             f"gpu={name} was asked for and this machine has {here}; run it there, or plan it with: "
@@ -151,17 +154,31 @@ def device_name(gpu: str) -> str:
 
 
 def source_folder(cell: Prepared, watcher: Watcher) -> Path:
-    """The 16-bit checkpoint that the cell starts from."""
+    """The 16-bit checkpoint that the cell starts from; with dummy weights, a folder with its config.json alone."""
     from evalq.quantize import source_checkpoint
+
+    if is_dummy(cell):
+        from evalq.quantize.shapes import shape_checkpoint
+
+        return shape_checkpoint(cell.config.model, baseline_scheme(cell.config), cell.places.models)
 
     watcher.stage("source", "finding the checkpoint")
     return source_checkpoint(cell.config.model, cell.places.models, watcher.progress)
+
+
+def is_dummy(cell: Prepared) -> bool:
+    """Random weights of the right shapes: memory and speed only."""
+    return cell.config.engine.load_format == "dummy"
 
 
 def cell_checkpoint(cell: Prepared, source: Path, watcher: Watcher) -> Path:
     """The checkpoint that the engine loads: the source itself, or one made by evalq."""
     if cell.config.quant.origin != "evalq":
         return source
+    if is_dummy(cell):
+        from evalq.quantize.shapes import shape_checkpoint
+
+        return shape_checkpoint(cell.config.model, cell.config.quant, cell.places.checkpoints)
     from evalq.quantize import make_checkpoint
 
     watcher.stage("checkpoint", f"making the {cell.config.quant.name} checkpoint")
@@ -241,10 +258,9 @@ def identity_of(cell: Prepared, source: Path) -> dict[str, Scalar]:
     from evalq.quantize import weights_hash
 
     model = cell.config.model
-    dummy = cell.config.engine.load_format == "dummy"
     return {
         "model_id": str(Path(model.path).name) if model.path else model.hub_id or model.name,
-        "weights_hash": "dummy" if dummy else weights_hash(source),
+        "weights_hash": "dummy" if is_dummy(cell) else weights_hash(source),
         "tokenizer_hash": tokenizer_hash(source),
         "gpu": cell.device,
     }

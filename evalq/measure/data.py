@@ -95,7 +95,7 @@ def find_sources(config: RunConfig) -> dict[str, Source]:
             problems.extend(error.problems)
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
-    if not sources:
+    if not sources and not config.load.enabled:
         raise ConfigError("no task is switched on; set tasks.perplexity=true, or name one in tasks.extra=[...]")
     return sources
 

@@ -104,6 +104,8 @@ def engine_arguments(config: RunConfig, checkpoint: Path, window: int, is_cpu: b
         "disable_log_stats": False,
         "worker_extension_cls": PROBE_CLASS,
     }
+    if engine.load_format == "dummy":
+        arguments["skip_tokenizer_init"] = True  # there are no files but config.json
     if config.quant.origin == "engine":
         arguments["quantization"] = config.quant.engine_quantization
     if not is_cpu:
@@ -123,7 +125,7 @@ class Engine:
         self.scorer = scorer  # "hook" or "prompt_logprobs", as really used
         self.scorer_note = scorer_note
         self.start_seconds = start_seconds
-        self.tokenizer = llm.get_tokenizer()
+        self.tokenizer = None if llm.llm_engine.vllm_config.model_config.skip_tokenizer_init else llm.get_tokenizer()
         self.steps = 0
         self._counter = 0
 
@@ -265,6 +267,11 @@ class Engine:
         if finished_seconds is not None:
             finished_seconds.extend(seconds)
         return outputs
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids the model knows."""
+        return int(self._llm.llm_engine.vllm_config.model_config.get_vocab_size())
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, so that what ran before cannot speed up what runs next."""

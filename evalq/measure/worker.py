@@ -161,9 +161,11 @@ def measure(spec: WorkerSpec, events: Events) -> Record:
 
 def _load_groups(config: RunConfig) -> dict[str, tuple[dict[str, Any], int | None]]:
     """Task objects by group; tasks of one group are scored together (mc1 and mc2 share most of their answers)."""
+    sources = data.find_sources(config)
+    if not sources:
+        return {}
     from evalq.measure.tasks import load_tasks
 
-    sources = data.find_sources(config)
     loaded = load_tasks({name: data.task_overrides(source, config.data) for name, source in sources.items()})
     limits = data.wanted_tasks(config)
     groups: dict[str, tuple[dict[str, Any], int | None]] = {}
@@ -201,7 +203,7 @@ def _measure_on(
     loads = {}
     if config.load.enabled:
         with events.timed("load", "measuring throughput"):
-            load = measure_load(engine, config.load, len(engine.tokenizer), config.engine.seed, events.progress)
+            load = measure_load(engine, config.load, engine.vocabulary, config.engine.seed, events.progress)
         loads[load.name] = load
     ranks = engine.describe()
     ledger = measure_ledger(config, settings, ranks, spec.checkpoint_bytes)
