@@ -24,6 +24,7 @@ COLUMNS = {  # heading -> metric, format
 QUALITY = "quality/wikitext_word_perplexity"
 MEMORY = "memory/weight_gib"
 INCREASE = "quality/perplexity_increase_percent"
+LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0}
 AXIS_LABELS = ("weights, GiB", f"weights and KV cache of {KV_TOKENS:,} tokens, GiB")
 
 
@@ -61,14 +62,15 @@ def counts(rows: list[Row]) -> dict[str, float]:
     return {
         "cells": float(len(rows)),
         **{f"{end.lower()}_cells": float(sum(row.verdict == end for row in candidates)) for end in ends},
-        "failed_cells": float(sum(row.status != "complete" for row in rows)),
+        "unfinished_cells": float(sum(row.status != "complete" for row in rows)),
     }
 
 
-def markdown(study: str, rows: list[Row]) -> str:
-    """The table of all cells, as Markdown."""
+def markdown(rows: list[Row]) -> str:
+    """The verdicts in one line (all that MLflow shows of a description at first), then the table of all cells."""
+    verdicts = [f"**{row.cell}** {row.verdict}" for row in rows if not row.is_baseline]
     head = ["cell", "verdict", "perplexity increase % [interval]", *COLUMNS]
-    lines = [f"### {study}", "", _line(head), _line(["---"] * len(head))]
+    lines = [" · ".join(verdicts) or "No candidate yet.", "", _line(head), _line(["---"] * len(head))]
     for row in rows:
         verdict = row.verdict if row.status == "complete" else f"{row.verdict} ({row.status})"
         figures = [_figure(row.metrics.get(metric), form) for metric, form in COLUMNS.values()]
@@ -93,7 +95,7 @@ def _increase(metrics: dict[str, float]) -> str:
 
 def write(folder: Path, study: str, rows: list[Row]) -> None:
     """summary.md, summary.json and, where there is something to draw, accuracy_against_memory.png."""
-    (folder / "summary.md").write_text(markdown(study, rows), encoding="utf-8")
+    (folder / "summary.md").write_text(f"# {study}\n\n{markdown(rows)}", encoding="utf-8")
     data = {"study": study, "cells": [asdict(row) for row in rows]}
     (folder / "summary.json").write_text(json.dumps(data, indent=1, allow_nan=False), encoding="utf-8")
     drawn = [row for row in rows if QUALITY in row.metrics and MEMORY in row.metrics]
@@ -104,12 +106,12 @@ def write(folder: Path, study: str, rows: list[Row]) -> None:
 def _plot(file: Path, study: str, rows: list[Row]) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 5), dpi=110, layout="constrained")
+    figure = Figure(figsize=(11, 5), dpi=110, layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, metric, label in zip(panels, (MEMORY, WEIGHTS_AND_KV), AXIS_LABELS, strict=True):
         _panel(axes, metric, [row for row in rows if metric in row.metrics])
         axes.set_xlabel(label)
-    panels[0].set_ylabel("wikitext word perplexity (bars: interval of the paired increase)")
+    panels[0].set_ylabel("word perplexity, wikitext\n(bars: interval of the paired increase)")
     figure.suptitle(study)
     figure.savefig(file)
 
@@ -122,7 +124,9 @@ def _panel(axes: Any, memory: str, rows: list[Row]) -> None:
         axes.errorbar(x, y, yerr=_bars(row, baseline), fmt="s" if row.is_baseline else "o", capsize=4)
         label = row.cell if row.is_baseline else f"{row.cell}: {row.verdict}"
         side = (-8, "right") if x > middle else (8, "left")  # labels point inwards and are never cut off
-        axes.annotate(label, (x, y), xytext=(side[0], 6), textcoords="offset points", fontsize=9, ha=side[1])
+        axes.annotate(
+            label, (x, y), xytext=(side[0], 6), textcoords="offset points", fontsize=10, ha=side[1], bbox=LABEL_BOX
+        )
     front = pareto([(row.metrics[memory], row.metrics[QUALITY]) for row in rows])
     if front:
         axes.plot(*zip(*front, strict=True), linestyle=":", color="grey", zorder=0, label="no cell is better in both")

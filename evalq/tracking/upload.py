@@ -240,7 +240,7 @@ class Upload:
         stamp = content.milliseconds(manifest.created_at)
         counts = summary.counts(rows)
         self._client.log_batch(parent, metrics=[Metric(f"study/{k}", v, stamp, 0) for k, v in counts.items()])
-        text = summary.markdown(manifest.study, rows)
+        text = summary.markdown(rows)
         self._log_tags(parent, {"mlflow.note.content": text, "evalq.cells": str(len(rows))})
         refusal = ""
         try:

@@ -31,7 +31,8 @@ def test_baseline_first_then_by_weights(rows: list[summary.Row]) -> None:
 
 
 def test_table_says_what_was_measured(rows: list[summary.Row]) -> None:
-    text = summary.markdown("s", rows)
+    text = summary.markdown(rows)
+    assert text.startswith("**fp8-kv** FAIL · **int8-w8a8** PASS · **mixed-4-8** FAIL\n")
     assert "| int8-w8a8 | PASS | +0.65 [+0.45, +0.85] | 32.410 | 0.460 | – | 0.152 | 23,040 | 410 |" in text
 
 
