@@ -47,7 +47,7 @@ def metrics_of(record: Record, verdict: Verdict | None) -> Metrics:
     values: dict[str, float] = {}
     invalid: dict[str, str] = {}
     for name, value, reason in _all_metrics(record, verdict):
-        key = re.sub(r"[^A-Za-z0-9_\-. /:]", "_", name)[:250]
+        key = re.sub(r"[^A-Za-z0-9_\-./:]", "_", name)[:250]
         if value is None:
             invalid[key] = reason or "not measured"
         elif not math.isfinite(value):

@@ -293,7 +293,7 @@ def _create_database(store: Store) -> None:
 def run_name_of(record: Record) -> str:
     """Short, and what tells runs of one experiment apart: the scheme, and the engine settings when they have a name."""
     cell = record.cell
-    return cell.quant if cell.engine in ("", "default") else f"{cell.quant}, {cell.engine}"
+    return cell.quant if cell.engine in ("", "default", cell.gpu) else f"{cell.quant}, {cell.engine}"
 
 
 def _common_tags(study: str, owner: Owner) -> dict[str, str]:

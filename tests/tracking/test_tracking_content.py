@@ -17,8 +17,9 @@ from evalq.tracking import content
 
 
 def test_metrics_carry_their_units_and_prefix() -> None:
-    made = build.record()
+    made = build.record(stage_seconds={"start": 20.0, "score wikitext": 60.0})
     metrics = content.metrics_of(made, None).values
+    assert metrics["time/score_wikitext_seconds"] == 60.0
     assert metrics["quality/wikitext_word_perplexity"] == 32.2
     assert metrics["quality/hellaswag_acc_norm"] == 0.46
     assert metrics["memory/weight_bytes"] == 269_000_000
