@@ -25,12 +25,12 @@ from evalq.errors import (
     MeasurementError,
     RecordError,
 )
+from evalq.measure.family import MARK, Family, start_guard, stop_guard
 from evalq.measure.worker import RECORD_FOLDER, WorkerSpec
-from evalq.records import Record, read_record, write_text
+from evalq.records import Record, read_record, read_table, write_text
 
 WORKER = (sys.executable, "-m", "evalq.measure.worker")
 EXIT_GRACE_SECONDS = 120.0  # from the record event to the end of the process
-KILL_GRACE_SECONDS = 5.0
 
 
 class Watcher(Protocol):
@@ -57,22 +57,23 @@ def run_worker(
     work.mkdir(parents=True, exist_ok=True)
     spec_file = work / "spec.json"
     write_text(spec_file, json.dumps(asdict(spec), allow_nan=False))
-    process = subprocess.Popen(
-        [*command, str(spec_file)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=open(work / "engine.log", "ab"),  # noqa: SIM115 - the child owns it
-        start_new_session=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
-    family = Family(process.pid)
+    with open(work / "engine.log", "ab") as log:
+        process = subprocess.Popen(
+            [*command, str(spec_file)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", MARK: spec.run_id},
+        )
+    family = Family(process.pid, spec.run_id)
+    guard = start_guard(process.pid, spec.run_id)
     try:
-        failure = _follow(process, watcher, family, start_timeout_seconds, stall_timeout_seconds, exit_grace_seconds)
+        failure = _follow(process, watcher, start_timeout_seconds, stall_timeout_seconds, exit_grace_seconds)
     finally:
         family.kill()
         process.wait()
-        if process.stdout:
-            process.stdout.close()
+        stop_guard(guard)
     if failure is not None:
         raise failure
     return _accept(spec, process.returncode)
@@ -81,7 +82,6 @@ def run_worker(
 def _follow(
     process: subprocess.Popen[bytes],
     watcher: Watcher,
-    family: Family,
     start_timeout: float,
     stall_timeout: float,
     exit_grace: float,
@@ -93,20 +93,15 @@ def _follow(
     failure: EvalqError | None = None
     limit, doing = start_timeout, "starting"
     deadline = time.monotonic() + limit
+    ended = False
     while True:
         try:
             event = events.get(timeout=min(1.0, max(0.05, deadline - time.monotonic())))
         except queue.Empty:
-            family.look()
-            if process.poll() is not None and events.empty():
+            if ended:  # silent for a while after its end: a descendant holds its standard output open
                 return failure
-            if time.monotonic() > deadline:
-                raise MeasurementError(
-                    f"the engine made no progress for {limit:g} s while {doing}; read engine.log, or raise "
-                    "engine.start_timeout_seconds or engine.stall_timeout_seconds",
-                    "timeout",
-                ) from None
-            continue
+            ended = process.poll() is not None
+            event = {}
         if event is None:
             # Standard output closed: the worker is ending; what is left is its exit.
             try:
@@ -127,14 +122,21 @@ def _follow(
             deadline = time.monotonic() + limit
             doing = str(event.get("label", doing))
             _tell(watcher, event)
+        elif time.monotonic() > deadline:
+            raise MeasurementError(
+                f"the engine made no progress for {limit:g} s while {doing}; read engine.log, or raise "
+                "engine.start_timeout_seconds or engine.stall_timeout_seconds",
+                "timeout",
+            )
 
 
 def _read_events(stream: IO[bytes], events: queue.Queue[dict[str, Any] | None]) -> None:
-    for line in stream:
-        with contextlib.suppress(ValueError):
-            event = json.loads(line)
-            if isinstance(event, dict):
-                events.put(event)
+    with stream:
+        for line in stream:
+            with contextlib.suppress(ValueError):
+                event = json.loads(line)
+                if isinstance(event, dict):
+                    events.put(event)
     events.put(None)
 
 
@@ -177,61 +179,15 @@ def _accept(spec: WorkerSpec, returncode: int) -> Record:
         )
     try:
         record = read_record(folder)
+        for table in record.tables:
+            read_table(folder, record, table)
     except RecordError as error:
         raise MeasurementError(f"the worker ended without a usable record: {error}", "incomplete") from error
-    if record.run_id != spec.run_id:
+    if (record.run_id, record.record_id) != (spec.run_id, spec.record_id):
         raise MeasurementError(
             f"the record in {folder} is of run {record.run_id}, not of this run {spec.run_id}; run it again",
             "incomplete",
         )
+    if record.status == "failed":
+        raise MeasurementError("the worker ended well and wrote a record of a failure; run it again", "incomplete")
     return record
-
-
-class Family:
-    """A process group with all its descendants, also those that left the group."""
-
-    def __init__(self, leader: int) -> None:
-        self.leader = leader
-        self._seen: dict[int, float] = {}  # pid -> start time, so that a reused pid is never killed
-
-    def look(self) -> None:
-        """Remember the descendants that exist now."""
-        import psutil
-
-        with contextlib.suppress(psutil.Error):
-            leader = psutil.Process(self.leader)
-            for child in leader.children(recursive=True):
-                with contextlib.suppress(psutil.Error):
-                    self._seen[child.pid] = child.create_time()
-
-    def kill(self) -> None:
-        """SIGTERM to the group, then SIGKILL to whatever of the family is left."""
-        self.look()
-        if not self._alive():
-            return
-        _signal_group(self.leader, signal.SIGTERM)
-        deadline = time.monotonic() + KILL_GRACE_SECONDS
-        while self._alive() and time.monotonic() < deadline:
-            time.sleep(0.05)
-            self.look()
-        _signal_group(self.leader, signal.SIGKILL)
-        for pid in self._alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    def _alive(self) -> list[int]:
-        import psutil
-
-        alive = []
-        for pid in [self.leader, *self._seen]:
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(pid)
-                same = pid == self.leader or process.create_time() == self._seen[pid]
-                if same and process.status() != psutil.STATUS_ZOMBIE:
-                    alive.append(pid)
-        return alive
-
-
-def _signal_group(leader: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, number)

@@ -1,0 +1,1 @@
+"""Makes tests/ importable for the helpers that several packages' tests share."""
