@@ -83,13 +83,22 @@ def places_of(config: RunConfig) -> Places:
 
 def prepare(config: RunConfig) -> Prepared:
     """Everything that can refuse the cell before anything runs. Errors: ConfigError, InfeasibleError."""
-    from evalq.plan.feasibility import require_feasible
     from evalq.facts.models import facts_of
+    from evalq.judge.complete import required_tasks
+    from evalq.judge.policy import checked_policy
+    from evalq.plan.feasibility import require_feasible
     from evalq.plan.memory import predict_ledger
     from evalq.plan.settings import with_needs
 
+    policy = checked_policy(config.gate)
     sources = data.find_sources(config)
+    unmeasured = [task for task in required_tasks(policy) if task not in sources]
     warnings = [str(violation) for violation in require_feasible(config)]
+    if unmeasured:
+        warnings.append(
+            f"the gate requires {', '.join(unmeasured)}, which this run does not measure, so no verdict can pass; "
+            "switch them on, or name in gate.required_tasks=[...] what is to be judged"
+        )
     here = detect()
     name = here if config.gpu.name == "auto" else config.gpu.name
     resolved = dataclasses.replace(config, gpu=dataclasses.replace(config.gpu, name=name))

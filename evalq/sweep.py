@@ -5,10 +5,11 @@ A single run is a sweep of one cell. Where cells run is an executor's business; 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,7 @@ def _run_group(
             continue
         _attempt(result, cell, watcher, command, reuse=False)
         if result.measured is not None:
-            result.verdict = judge_cell(cell, result.baseline, result.measured)
+            _judge(result, cell, result.baseline, result.measured, watcher)
         _track(study, result, watcher)
 
 
@@ -235,8 +236,20 @@ def _measure_floor(
 
 def _attempt(result: CellResult, cell: Prepared, watcher: QuietWatcher, command: Sequence[str], reuse: bool) -> None:
     """Measure one cell; its failure is kept in the result and said aloud, and the sweep goes on."""
-    try:
+    with _kept(result, watcher):
         result.measured = measure(cell, watcher, command, reuse)
+
+
+def _judge(result: CellResult, cell: Prepared, baseline: Measured, measured: Measured, watcher: QuietWatcher) -> None:
+    with _kept(result, watcher):
+        result.verdict = judge_cell(cell, baseline, measured)
+
+
+@contextlib.contextmanager
+def _kept(result: CellResult, watcher: QuietWatcher) -> Iterator[None]:
+    """Whatever goes wrong inside becomes the cell's own failure."""
+    try:
+        yield
     except EvalqError as error:
         result.error, result.trace = error, traceback.format_exc()
         watcher.say(f"failed: {error}")
