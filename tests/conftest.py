@@ -1,1 +1,63 @@
-"""Makes tests/ importable for the helpers that several packages' tests share."""
+"""Cells without an engine, for the tests of pipeline, sweep and command line; makes tests/ importable for shared helpers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evalq.config import RunConfig
+
+
+@functools.cache
+def _composed(overrides: tuple[str, ...]) -> RunConfig:
+    from evalq.app import compose
+
+    return compose(list(overrides))
+
+
+@pytest.fixture
+def cell_config(tmp_path: Path) -> Callable[..., RunConfig]:
+    """cell_config("fp8-kv", "tasks=smoke"): a composed cell of the small model on the CPU, untracked, under tmp_path/root."""
+
+    def make(quant: str, *overrides: str) -> RunConfig:
+        fixed = ("+model=smollm2-135m", f"+quant={quant}", "gpu=cpu", "tracking=off", "progress=false")
+        config = copy.deepcopy(_composed((*fixed, *overrides)))
+        config.paths.root = str(tmp_path / "root")
+        return config
+
+    return make
+
+
+def tiny_safetensors(folder: Path, **files: str) -> Path:
+    """The smallest folder that counts as a checkpoint: one tensor of two zeros."""
+    folder.mkdir(parents=True, exist_ok=True)
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    for name, text in {"config.json": "{}", "tokenizer.json": "{}", **files}.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every cell starts from a two-number checkpoint, on a machine that is a CPU."""
+    from evalq import pipeline
+
+    folder = tiny_safetensors(tmp_path / "checkpoint")
+
+    def source(cell: Any, watcher: Any) -> Path:
+        return folder
+
+    def made(cell: Any, source: Path, watcher: Any) -> Path:
+        return source
+
+    monkeypatch.setattr(pipeline, "source_folder", source)
+    monkeypatch.setattr(pipeline, "cell_checkpoint", made)
+    monkeypatch.setattr(pipeline, "detect", lambda: "cpu")
+    return folder

@@ -40,6 +40,29 @@ def starts(folder: Path) -> list[str]:
     return file.read_text(encoding="utf-8").split() if file.is_file() else []
 
 
+def in_process(command: tuple[str, ...]) -> Any:
+    """A stand-in for launch.run_worker that acts out the plan of `command` without starting a process: the same, in no time."""
+    plan_file = command[-1]
+
+    def run_worker(spec: Any, watcher: Any, *_: Any, **__: Any) -> Any:
+        from evalq.errors import MeasurementError
+        from evalq.measure.launch import _accept, _failure
+
+        act = _note_start(plan_file, spec)
+        kind = act.pop("act")
+        if kind == "fail":
+            raise _failure({"exit_code": act.pop("code", 5), **act})
+        if kind == "killed":
+            return _accept(spec, -signal.SIGKILL)
+        if kind != "record":
+            raise MeasurementError(f"{kind} needs a process", "engine")
+        watcher.stage("start", "starting the engine")
+        write(spec, **act)
+        return _accept(spec, 0)
+
+    return run_worker
+
+
 def send(event: str, **values: Any) -> None:
     print(json.dumps({"event": event, **values}), flush=True)
 
@@ -151,14 +174,19 @@ def _die_with_parent(spec: Any, pids: str) -> int:
     return _family(spec, pids)
 
 
+def _note_start(plan_file: str, spec: Any) -> dict[str, Any]:
+    """Write the scheme's name down and return its act."""
+    plan = json.loads(Path(plan_file).read_text(encoding="utf-8"))
+    with open(plan["log"], "a", encoding="utf-8") as log:
+        log.write(f"{spec.cell.quant}\n")
+    return dict(plan["cells"].get(spec.cell.quant, plan["default"]))
+
+
 def main(plan_file: str, spec_file: str) -> int:
     from evalq.measure.worker import read_spec
 
-    plan = json.loads(Path(plan_file).read_text(encoding="utf-8"))
     spec = read_spec(Path(spec_file))
-    with open(plan["log"], "a", encoding="utf-8") as log:
-        log.write(f"{spec.cell.quant}\n")
-    act = dict(plan["cells"].get(spec.cell.quant, plan["default"]))
+    act = _note_start(plan_file, spec)
     return int(globals()[f"_{act.pop('act')}"](spec, **act))
 
 
