@@ -10,7 +10,6 @@ import datetime
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
 import secrets
 import shutil
@@ -18,7 +17,6 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from evalq.config import QuantConfig, RunConfig, config_hash
 from evalq.errors import EvalqError, InfeasibleError, MeasurementError
@@ -28,7 +26,18 @@ from evalq.measure.cells import CellLock, find_baseline, keep_record
 from evalq.measure.device import check_device_clean
 from evalq.measure.launch import WORKER, Watcher, run_worker
 from evalq.measure.worker import WorkerSpec
-from evalq.records import VERDICT_FILE, Cell, Failure, Record, Scalar, Verdict, to_json, write_record, write_text
+from evalq.records import (
+    VERDICT_FILE,
+    Cell,
+    Estimate,
+    Failure,
+    Record,
+    Scalar,
+    Verdict,
+    to_json,
+    write_record,
+    write_text,
+)
 
 SCORING_VERSION = "1"  # raise when scores of the same input change, so that stored baselines are measured anew
 
@@ -367,29 +376,11 @@ def _disk_error(error: OSError) -> MeasurementError:
     )
 
 
-def judge_cell(cell: Prepared, baseline: Measured, candidate: Measured) -> Verdict:
-    """Judge and write verdict.json beside the candidate's record."""
-    from evalq.judge.floor import read_floor
+def judge_cell(cell: Prepared, baseline: Measured, candidate: Measured, floor: Estimate | None = None) -> Verdict:
+    """Judge and write verdict.json beside the candidate's record. `floor` is the engine's A/A floor, where one is kept."""
     from evalq.judge.gate import judge
 
     gate = cell.config.gate
-    floor = read_floor(cell.places.records, baseline.record, gate.metric)
     verdict = judge(baseline.record, baseline.folder, candidate.record, candidate.folder, gate, floor=floor)
     write_text(candidate.folder / VERDICT_FILE, to_json(verdict) + "\n")
     return verdict
-
-
-def describe_versions() -> str:
-    """One line for people: what this run stands on."""
-    versions = installed_versions()
-    return ", ".join(f"{name} {version}" for name, version in versions.items()) or "no engine installed"
-
-
-def environment_is_ci() -> bool:
-    """Whether a CI system runs this."""
-    return os.environ.get("CI", "").lower() in ("1", "true", "yes")
-
-
-def parsed(value: Any) -> Any:
-    """A JSON-ready copy of a dataclass."""
-    return json.loads(to_json(value))

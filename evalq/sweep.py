@@ -29,7 +29,7 @@ from evalq.errors import (
 )
 from evalq.measure.launch import WORKER
 from evalq.pipeline import Measured, Prepared, as_baseline, effective_scheme, judge_cell, measure, prepare
-from evalq.records import Verdict
+from evalq.records import Estimate, Verdict
 from evalq.report.progress import QuietWatcher
 from evalq.tracking import Study, Tracker, open_tracker
 
@@ -49,6 +49,7 @@ class CellResult:
     error: EvalqError | None = None
     trace: str = ""
     is_baseline: bool = False
+    floor: Estimate | None = None  # A/A floor of this engine, where one is kept
 
     @property
     def exit_code(self) -> int:
@@ -141,7 +142,8 @@ def _effective_cell(cell: Prepared) -> str:
     data = dataclasses.asdict(cell.config)
     for key in ("quant", "paths", "tracking", "gate", "progress", "reuse_baseline", "aa"):
         data.pop(key)
-    return json.dumps([data, effective_scheme(cell.config.quant)], sort_keys=True)
+    looks = [cell.config.gate.extend, list(cell.config.gate.looks)]  # they decide how many documents are measured
+    return json.dumps([data, looks, effective_scheme(cell.config.quant)], sort_keys=True)
 
 
 def _baseline_identity(cell: Prepared) -> str:
@@ -170,7 +172,9 @@ def _run_group(
     group: list[Prepared], results: dict[int, CellResult], study: Study, watcher: QuietWatcher, command: Sequence[str]
 ) -> None:
     """The cells that share one baseline: the baseline, then each candidate."""
-    yardstick = as_baseline(group[0])
+    gate = group[0].config.gate
+    first = gate.looks[0] if gate.extend and gate.looks else group[0].config.tasks.perplexity_limit
+    yardstick = _with_documents(as_baseline(group[0]), first)
     for cell in group:
         for warning in cell.warnings:
             watcher.cell(cell.name)
@@ -185,17 +189,65 @@ def _run_group(
         own.measured, own.error, own.trace = baseline_result.measured, baseline_result.error, baseline_result.trace
     if any(cell.config.aa for cell in group) and baseline_result.measured is not None:
         _measure_floor(yardstick, baseline_result.measured, study, watcher, command)
+    baselines = {yardstick.config.tasks.perplexity_limit: baseline_result}
     for cell in (cell for cell in group if not cell.is_baseline):
-        result = results[id(cell.config)]
-        result.baseline = baseline_result.measured
+        _run_candidate(cell, results[id(cell.config)], baselines, study, watcher, command)
+
+
+def _run_candidate(
+    cell: Prepared,
+    result: CellResult,
+    baselines: dict[int | None, CellResult],
+    study: Study,
+    watcher: QuietWatcher,
+    command: Sequence[str],
+) -> None:
+    """Measure and judge one candidate; with gate.extend, on more documents for as long as it is INCONCLUSIVE.
+
+    Every look is one of the planned gate.looks, whose intervals hold together (evalq.judge.sequential).
+    """
+    gate = cell.config.gate
+    plan = list(gate.looks) if gate.extend and gate.looks else [cell.config.tasks.perplexity_limit]
+    for limit in plan:
+        at_look = _with_documents(cell, limit)
+        baseline = _baseline_at(limit, at_look, baselines, study, watcher, command)
         watcher.cell(cell.name)
-        if baseline_result.error is not None or result.baseline is None:
-            result.error = _without_baseline(baseline_result)
-            continue
-        _attempt(result, cell, watcher, command, reuse=False)
+        result.baseline = baseline.measured
+        if baseline.error is not None or result.baseline is None:
+            result.error = _without_baseline(baseline)
+            return
+        _attempt(result, at_look, watcher, command, reuse=False)
         if result.measured is not None:
-            _judge(result, cell, result.baseline, result.measured, watcher)
+            _judge(result, at_look, result.baseline, result.measured, watcher)
         _track(study, result, watcher)
+        if result.error is not None or result.verdict is None or result.verdict.status != "INCONCLUSIVE":
+            return
+        if limit != plan[-1]:
+            watcher.say(f"inconclusive after {limit} documents; measuring more of them, as gate.extend asks")
+
+
+def _with_documents(cell: Prepared, limit: int | None) -> Prepared:
+    tasks = dataclasses.replace(cell.config.tasks, perplexity_limit=limit)
+    return dataclasses.replace(cell, config=dataclasses.replace(cell.config, tasks=tasks))
+
+
+def _baseline_at(
+    limit: int | None,
+    cell: Prepared,
+    baselines: dict[int | None, CellResult],
+    study: Study,
+    watcher: QuietWatcher,
+    command: Sequence[str],
+) -> CellResult:
+    """The baseline over the same documents; measured once per look and shared by all candidates."""
+    if limit not in baselines:
+        yardstick = as_baseline(cell)
+        watcher.cell(yardstick.name)
+        found = CellResult(yardstick.name, yardstick.config, is_baseline=True)
+        _attempt(found, yardstick, watcher, command, reuse=yardstick.config.reuse_baseline)
+        _track(study, found, watcher)
+        baselines[limit] = found
+    return baselines[limit]
 
 
 def _measure_floor(
@@ -241,8 +293,11 @@ def _attempt(result: CellResult, cell: Prepared, watcher: QuietWatcher, command:
 
 
 def _judge(result: CellResult, cell: Prepared, baseline: Measured, measured: Measured, watcher: QuietWatcher) -> None:
+    from evalq.judge.floor import read_floor
+
     with _kept(result, watcher):
-        result.verdict = judge_cell(cell, baseline, measured)
+        result.floor = read_floor(cell.places.records, baseline.record, cell.config.gate.metric)
+        result.verdict = judge_cell(cell, baseline, measured, result.floor)
 
 
 @contextlib.contextmanager

@@ -95,6 +95,7 @@ def show(result: SweepResult) -> None:
 
 
 def _cells_table(result: SweepResult) -> Any:
+    from evalq.judge.multiplicity import holm_fails
     from evalq.report.tables import SweepRow, sweep_table
 
     rows = []
@@ -112,11 +113,12 @@ def _cells_table(result: SweepResult) -> Any:
                 failure="the yardstick",
             )
         )
-    rows.extend(_row(cell) for cell in result.cells)
+    adjusted = holm_fails([cell.verdict for cell in result.cells])
+    rows.extend(_row(cell, p_holm) for cell, p_holm in zip(result.cells, adjusted, strict=True))
     return sweep_table(rows)
 
 
-def _row(cell: CellResult) -> Any:
+def _row(cell: CellResult, p_holm: float | None) -> Any:
     from evalq.report.tables import SweepRow
 
     record = cell.measured.record if cell.measured else None
@@ -137,4 +139,6 @@ def _row(cell: CellResult) -> Any:
         output_tokens_per_second=load.output_tokens_per_second if load and load.valid else None,
         verdict=cell.verdict,
         failure=failure,
+        floor=cell.floor,
+        p_holm=p_holm,
     )

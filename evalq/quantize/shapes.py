@@ -41,4 +41,7 @@ def _left_alone(model: ModelConfig, quant: QuantConfig) -> list[str]:
         for item in assign(facts_of(model), quant)
         if item.module.kind == "Linear" and item.scheme is None and item.module.name not in quant.ignore
     ]
-    return ["re:.*" + name.split("{layer}", 1)[-1].replace(".", "[.]") + "$" if "{layer}" in name else name for name in names]
+    return [
+        "re:.*" + name.split("{layer}", 1)[-1].replace(".", "[.]") + "$" if "{layer}" in name else name
+        for name in names
+    ]
