@@ -1,0 +1,25 @@
+"""evalq's command line on stub workers, as a process: `python stub_cli.py CHECKPOINT PLAN.json ARGUMENTS...`."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+from stub_worker import TESTS
+
+from evalq import pipeline, sweep
+from evalq.cli import main
+
+
+def run(checkpoint: str, plan: str, *arguments: str) -> int:
+    command = (sys.executable, str(TESTS / "stub_worker.py"), plan)
+    pipeline.source_folder = lambda cell, watcher: Path(checkpoint)
+    pipeline.cell_checkpoint = lambda cell, source, watcher: source
+    pipeline.detect = lambda: "cpu"
+    sweep.run = functools.partial(sweep.run, command=command)
+    return main(list(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(run(*sys.argv[1:]))
