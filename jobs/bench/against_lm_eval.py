@@ -2,7 +2,7 @@
 
     EVALQ_DATA=/data python jobs/bench/against_lm_eval.py --out reports/against-lm-eval.md
 
-Work: wikitext (8 documents, window 2,048), hellaswag-1000 (50 items), truthfulqa mc1+mc2 (25 questions), for the 16-bit baseline and
+Work: wikitext (8 documents, window 2,048), hellaswag-1000 (50 items), truthfulqa mc1+mc2 (25 questions), for the baseline and
 mixed-4-8. lm-eval: six command lines with its vLLM model, one per task and checkpoint, as people run it. evalq: one command, which
 also makes the checkpoint, measures throughput and memory, and judges. About 20 minutes on 2 cores. Ends with 1 when evalq takes
 more than half of lm-eval's wall time.
