@@ -28,12 +28,10 @@ def check_applied(config: RunConfig, settings: dict[str, Scalar], ranks: list[di
     first = ranks[0]
     kv_effective = str(settings.get("kv_cache_dtype"))
     scale_source = kv_scale_source(config.quant.kv_cache_dtype, first["kv_scales"])
-    problems = [
-        *_kv_problems(config.quant, kv_effective, first),
-        *_scale_problems(config.quant, scale_source),
-        *_settings_problems(config, settings),
-    ]
+    problems = _settings_problems(config, settings)
     for rank in ranks:
+        problems.extend(_kv_problems(config.quant, kv_effective, rank))
+        problems.extend(_scale_problems(config.quant, kv_scale_source(config.quant.kv_cache_dtype, rank["kv_scales"])))
         problems.extend(_weight_problems(config, rank))
     return Applied(
         ok=not problems,
@@ -135,6 +133,8 @@ def _loaded(rank: dict[str, Any]) -> list[list[Any]]:
 def _weight_problems(config: RunConfig, rank: dict[str, Any]) -> list[str]:
     """Every linear layer's weight dtype against the scheme; the first few layers that differ are named."""
     quant = config.quant
+    if quant.origin == "checkpoint" and not quant.groups and "quantization_config" in config.model.arch:
+        return []  # published quantised: the scheme says "as it is", whatever that is
     loaded = {row[0]: row[1] for row in _loaded(rank)}
     parts = {**FUSED_PARTS, **rank.get("packed_modules", {})}
     wrong: list[str] = []
