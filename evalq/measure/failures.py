@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from evalq.errors import EvalqError, InfeasibleError, MeasurementError
+from evalq.plan.feasibility import explain
 
 # (pattern, kind, what to do); the first match in the whole chain of causes decides.
 KNOWN: tuple[tuple[str, str, str], ...] = (
@@ -59,8 +60,11 @@ def classify(error: BaseException, stage: str) -> EvalqError:
         return error
     text = " | ".join(f"{type(e).__name__}: {e}" for e in causes(error))
     kind, remedy = classify_text(text)
-    said = _first_line(error)
-    message = f"the engine failed at {stage}: {said}; {remedy}"
+    rules = explain(text)
+    if rules:
+        # The planner's own rule, so that an error the engine raises late reads like one that the planner raises early.
+        remedy = f"rule {rules[0].rule}: {rules[0].remedy}"
+    message = f"the engine failed at {stage}: {_first_line(error)}; {remedy}"
     return InfeasibleError(message) if kind == "unsupported" else MeasurementError(message, kind)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 from pathlib import Path
 
 from evalq.config import ModelConfig
@@ -77,9 +79,10 @@ def _dequantise(gguf: Path, folder: Path) -> None:
     try:
         place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "local_files_only": True}
         tokenizer = AutoTokenizer.from_pretrained(**place)
-        loaded = AutoModelForCausalLM.from_pretrained(
-            **place, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
-        )
+        with contextlib.redirect_stderr(io.StringIO()):  # its bars; evalq shows its own
+            loaded = AutoModelForCausalLM.from_pretrained(
+                **place, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+            )
     except (ValueError, KeyError, RuntimeError) as error:
         raise MeasurementError(
             f"{gguf} cannot be read as a model ({str(error).splitlines()[0]}); reinstall its package", kind="checkpoint"
