@@ -254,15 +254,22 @@ def _measure_anew(
         is_cpu=cell.is_cpu,
         predicted=cell.predicted,
     )
-    record = run_worker(
-        spec,
-        watcher,
-        cell.config.engine.start_timeout_seconds,
-        cell.config.engine.stall_timeout_seconds,
-        command,
-    )
+    record = _run_past_busy_port(spec, cell, watcher, command)
     folder = keep_record(cell.places.records, work, record, composed_yaml(cell.config))
     return Measured(record, folder, reused=False)
+
+
+def _run_past_busy_port(spec: WorkerSpec, cell: Prepared, watcher: Watcher, command: Sequence[str]) -> Record:
+    """Run the worker; once more when another program took the engine's port between choosing and binding it."""
+    engine = cell.config.engine
+    limits = (engine.start_timeout_seconds, engine.stall_timeout_seconds)
+    try:
+        return run_worker(spec, watcher, *limits, command)
+    except MeasurementError as error:
+        if error.kind != "port":
+            raise
+        watcher.stage("again", "starting again: the engine's port was taken by another program")
+        return run_worker(spec, watcher, *limits, command)
 
 
 def cell_names(cell: Prepared) -> Cell:
