@@ -214,7 +214,9 @@ def _unknown_key(key: str) -> list[str]:
 
 
 def _is_free(key: str) -> bool:
-    """Whether a key lies below a free mapping (engine.extra.X), where Hydra wants to be told to add it."""
+    """Whether a key is or lies below a free mapping (engine.extra.X), where Hydra wants to be told to add it."""
+    if typing.get_origin(_kind_of(key)) is dict:
+        return True
     kind: Any = RunConfig
     for part in key.split(".")[:-1]:
         kind = _plain(kind)
@@ -250,13 +252,25 @@ SWEEP_FUNCTION = re.compile(r"(choice|range|interval|glob|tag|sort|shuffle)\(")
 
 def _typed_value(key: str, value: str) -> str:
     """Quote what is text by schema and looks like something else; make paths absolute from where evalq was called."""
-    if _kind_of(key) is not str or value in ("null", "") or value.startswith(("'", '"', "${")):
+    kind = _kind_of(key)
+    if kind in (list[str], dict[str, str]):
+        return _quoted_items(value)
+    if kind is not str or value in ("null", "") or value.startswith(("'", '"', "${")):
         return value
     if key in PATH_KEYS:
         return _quoted(str(Path(value).expanduser().absolute()))
     if SWEEP_FUNCTION.match(value):
         return value
     return ",".join(part if _is_plain(part) else _quoted(part) for part in value.split(","))
+
+
+def _quoted_items(value: str) -> str:
+    """Quote the texts of a plain list or mapping: "[a <= 1, 1e5]" or "{owner/set: 1e5}"; nested or quoted ones are left alone."""
+    inside = value[1:-1]
+    if value[:1] + value[-1:] not in ("[]", "{}") or not inside.strip() or re.search(r"['\"\[\]{}()]|\$", inside):
+        return value
+    items = [item.partition(":") if value[0] == "{" else ("", "", item) for item in inside.split(",")]
+    return value[0] + ",".join(f"{name}{colon}{_quoted(text.strip())}" for name, colon, text in items) + value[-1]
 
 
 def _is_plain(part: str) -> bool:

@@ -141,6 +141,29 @@ def test_text_goes_through_composition_unchanged() -> None:
     assert {key: value_at(config, key) for key in given} == given
 
 
+def test_lists_and_mappings_of_text_stay_text() -> None:
+    config = app.compose(
+        [
+            *CELL,
+            "tasks.extra=[arc_easy, 1e5]",
+            "gate.conditions=[weight_bytes <= 70%]",
+            "data.revisions={Rowan/hellaswag: 7e10, owner/set: 0123}",
+            "gate.task_margins={some_task: 0.5%}",
+            "engine.extra={number: 1e5}",
+            "gate.looks=[20, 40]",
+        ]
+    )
+    assert config.tasks.extra == ["arc_easy", "1e5"]
+    assert config.gate.conditions == ["weight_bytes <= 70%"]
+    assert config.data.revisions == {"Rowan/hellaswag": "7e10", "owner/set": "0123"}
+    assert config.gate.task_margins["some_task"] == "0.5%"
+    assert config.engine.extra == {"number": 1e5}
+    assert config.gate.looks == [20, 40]
+    quoted = app.compose([*CELL, 'gate.conditions=["weight_bytes <= 70%", "kv_pool_bytes <= 60%"]', "tasks.extra=[]"])
+    assert len(quoted.gate.conditions) == 2
+    assert quoted.tasks.extra == []
+
+
 def test_null_takes_a_value_away() -> None:
     assert app.compose([*CELL, "model.revision=null"]).model.revision is None
 

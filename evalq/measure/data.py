@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,11 +131,15 @@ def read_rows(source: Source) -> list[dict[str, Any]]:
         raise ValueError(f"{source.task} comes from the hub")
     opener = gzip.open if source.file.suffix == ".gz" else open
     rows: list[dict[str, Any]] = []
-    with opener(source.file, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            rows.append(_parse_row(line, f"{source.file} line {number}", COLUMNS.get(source.task, ())))
+    try:
+        with opener(source.file, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    rows.append(_parse_row(line, f"{source.file} line {number}", COLUMNS.get(source.task, ())))
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{source.file} cannot be read ({error}); put the data for {source.task} there again"
+        ) from error
     if not rows:
         raise ConfigError(f"{source.file} holds no items; put the data for {source.task} there")
     return rows
