@@ -8,6 +8,7 @@ scored once, BOS is explicit, the window is the task's, truncations are counted,
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import time
 from collections.abc import Sequence
@@ -187,10 +188,11 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         if self.bos == "always" and ids[:1] != [self.prefix_token_id]:
             ids = [self.prefix_token_id, *ids]
         tally = self._tally(request.task_name)
-        room = max(1, self.choice_window - length)
+        room = max(2, self.choice_window - length)
         if len(ids) > room:
             tally.truncated += 1
-            ids = ids[-room:]
+            bos = ids[:1] if self.bos == "always" else []
+            ids = [*bos, *ids[len(bos) - room :]]
         _count(tally, ids, [])
         return ids
 
@@ -258,15 +260,21 @@ def _definition_file(name: str) -> Path:
     stock = Path(lm_eval.__file__).parent / "tasks" / STOCK_DEFINITIONS.get(name, "-")
     if stock.is_file():
         return stock
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager()
+    manager = _task_manager()
     entry = manager.task_index.get(name)
     if entry is None or name not in manager.all_subtasks or entry.yaml_path is None:
         close = difflib.get_close_matches(name, manager.all_subtasks, n=5)
         hint = f"did you mean {', '.join(close)}?" if close else "see lm-eval's list: lm-eval ls tasks"
         raise ConfigError(f"tasks.extra names {name!r}, which is not one of lm-eval's single tasks; {hint}")
     return Path(entry.yaml_path)
+
+
+@functools.cache
+def _task_manager() -> Any:
+    """lm-eval's index of its tasks; reading its thousands of files takes seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
 
 
 def _build_task(name: str, definition_file: Path, overrides: dict[str, Any]) -> Any:
