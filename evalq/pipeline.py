@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evalq.config import QuantConfig, RunConfig, config_hash
-from evalq.errors import EvalqError, InfeasibleError, MeasurementError
+from evalq.errors import ConfigError, EvalqError, InfeasibleError, MeasurementError
 from evalq.facts.gpus import detect, gpu_facts
 from evalq.measure import data
 from evalq.measure.cells import CellLock, find_baseline, keep_record
@@ -100,6 +100,7 @@ def prepare(config: RunConfig) -> Prepared:
     from evalq.plan.settings import with_needs
 
     policy = checked_policy(config.gate)
+    _check_lengths(config)
     sources = data.find_sources(config)
     unmeasured = [task for task in required_tasks(policy) if task not in sources]
     warnings = [str(violation) for violation in require_feasible(config)]
@@ -120,6 +121,26 @@ def prepare(config: RunConfig) -> Prepared:
     return Prepared(
         resolved, places_of(config), name == "cpu", device_name(name), sources, warnings, predict_ledger(resolved)
     )
+
+
+def _check_lengths(config: RunConfig) -> None:
+    """Every sequence of the run must fit the engine, before the first of them is scored. Errors: ConfigError."""
+    from evalq.measure.engine import MARGIN_TOKENS
+
+    tasks, load = config.tasks, config.load
+    wanted = {
+        "tasks.perplexity_window": tasks.perplexity_window + 1,  # the engine generates one token after what it scores
+        "tasks.choice_window": tasks.choice_window + 1,
+        "load.input_tokens + load.output_tokens": load.input_tokens + load.output_tokens if load.enabled else 0,
+    }
+    length = config.engine.max_model_len or max(tasks.perplexity_window, tasks.choice_window) + MARGIN_TOKENS
+    problems = [
+        f"{name} needs {count} tokens and the engine's length is {length}; set engine.max_model_len={max(wanted.values())} or more"
+        for name, count in wanted.items()
+        if count > length
+    ]
+    if problems:
+        raise ConfigError(*problems)
 
 
 def baseline_scheme(config: RunConfig) -> QuantConfig:

@@ -1,0 +1,284 @@
+"""Arguments and settings of the engine, and its scoring loop on a stand-in for vLLM."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evalq.config import LoadConfig
+from evalq.errors import EvalqError, InfeasibleError, MeasurementError
+from evalq.measure import engine as module
+from evalq.measure.engine import MARGIN_TOKENS, Engine, ScoreRequest, engine_arguments, prepare_environment
+from evalq.measure.load import measure_load
+from evalq.pipeline import prepare
+
+
+def test_nothing_that_could_differ_is_left_to_the_engine(cell_config: Any) -> None:
+    config = cell_config("fp8-kv", "engine=cpu")
+    arguments = engine_arguments(config, Path("/checkpoint"), 2048, is_cpu=True)
+    assert arguments["kv_cache_dtype"] == "fp8_e4m3"
+    assert arguments["max_model_len"] == 2048 + MARGIN_TOKENS  # b2: longer than any window, by construction
+    for name in (
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "enable_prefix_caching",
+        "enable_chunked_prefill",
+        "enforce_eager",
+        "seed",
+    ):
+        assert arguments[name] == getattr(config.engine, name)
+    assert arguments["block_size"] == 32
+    assert arguments["trust_remote_code"] is False
+    assert "auto" not in (arguments["kv_cache_dtype"], arguments["dtype"])
+    assert "quantization" not in arguments, "a checkpoint says itself how it is quantised"
+    assert "gpu_memory_utilization" not in arguments
+
+
+def test_arguments_on_a_gpu_and_online(cell_config: Any) -> None:
+    overrides = ("quant.origin=engine", "quant.engine_quantization=fp8", "engine=default", "engine.extra.swap=1")
+    arguments = engine_arguments(cell_config("baseline", *overrides), Path("/c"), 512, is_cpu=False)
+    assert arguments["quantization"] == "fp8"
+    assert arguments["gpu_memory_utilization"] == 0.9
+    assert "block_size" not in arguments
+    assert arguments["swap"] == 1
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_flags_reach_the_engine_as_booleans(cell_config: Any, value: bool) -> None:
+    """a13."""
+    text = str(value).lower()
+    config = cell_config("baseline", f"engine.enforce_eager={text}", f"engine.enable_chunked_prefill={text}")
+    arguments = engine_arguments(config, Path("/c"), 512, is_cpu=True)
+    assert arguments["enforce_eager"] is value
+    assert arguments["enable_chunked_prefill"] is value
+
+
+def test_environment_is_set_before_the_engine_is_imported(cell_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    prepare_environment(cell_config("baseline", "gpu.cpu_kv_cache_gib=3", "engine.env.SOME_FLAG=1"), is_cpu=True)
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0-2"
+    assert os.environ["SOME_FLAG"] == "1"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 3})
+    prepare_environment(cell_config("baseline"), is_cpu=True)
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "1,3"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["engine.max_model_len=2048"], "tasks.perplexity_window needs 2049 tokens and the engine's length is 2048"),
+        (["engine.max_model_len=1024"], "set engine.max_model_len=2049 or more"),
+        (["load.input_tokens=3000"], "load.input_tokens + load.output_tokens needs 3016 tokens"),
+        (["tasks.perplexity_window=8192"], "exceeds 8192 positions"),
+    ],
+)
+def test_sequence_that_does_not_fit_is_refused_before_anything_starts(
+    cell_config: Any, no_checkpoint: Path, overrides: list[str], words: str
+) -> None:
+    """b2."""
+    with pytest.raises(EvalqError) as caught:
+        prepare(cell_config("fp8-kv", *overrides))
+    assert words in str(caught.value)
+    assert caught.value.exit_code in (2, 4)
+
+
+def test_window_just_below_the_length_is_taken(cell_config: Any, no_checkpoint: Path) -> None:
+    prepare(cell_config("fp8-kv", "engine.max_model_len=2049"))
+    prepare(cell_config("fp8-kv", "load.input_tokens=3000", "load=off"))
+
+
+class Core:
+    """vLLM's llm_engine: finishes requests in any order, a few per step."""
+
+    def __init__(self, fail_at: int = -1) -> None:
+        self.waiting: list[tuple[str, Any, Any]] = []
+        self.fail_at = fail_at
+        self.steps = 0
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(skip_tokenizer_init=True))
+
+    def add_request(self, name: str, prompt: dict[str, Any], params: Any) -> None:
+        self.waiting.append((name, prompt["prompt_token_ids"], params))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting)
+
+    def step(self) -> list[Any]:
+        self.steps += 1
+        if self.steps == self.fail_at:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+        name, ids, _ = self.waiting.pop()
+        return [
+            SimpleNamespace(request_id=name, finished=True, ids=ids),
+            SimpleNamespace(request_id="x", finished=False),
+        ]
+
+
+class Llm:
+    """vllm.LLM for the hook scorer: scores a sequence's position p as -p; drops cached requests on demand."""
+
+    def __init__(self, core: Core, drop_shared: set[int] | None = None) -> None:
+        self.llm_engine = core
+        self.drop_shared = drop_shared or set()
+        self.fed: list[Any] = []
+        self.topk: list[int] = []
+
+    def collective_rpc(self, name: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        assert name == "evalq_take_scores"
+        if self.fed == [] and not self.llm_engine.steps:
+            self.topk.append(args[0])
+        answer = self._scores()
+        self.fed = []
+        return [answer, {}]
+
+    def _scores(self) -> dict[str, np.ndarray]:
+        owners: list[int] = []
+        positions: list[int] = []
+        for params, ids in self.fed:
+            owner, first = params.extra_args["evalq"]
+            if owner in self.drop_shared and not params.skip_reading_prefix_cache:
+                first += 1
+            positions += range(first, len(ids))
+            owners += [owner] * (len(ids) - first)
+        if not owners:
+            return {}
+        at = np.asarray(positions)
+        return {"owner": np.asarray(owners), "position": at, "logprob": -at.astype(np.float32),
+                "top1_id": at.astype(np.int32), "top1_logprob": -at.astype(np.float32)}  # fmt: skip
+
+
+def engine_on(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    engine = Engine(llm, "hook", "", 0.0)
+
+    def params(self: Engine, **settings: Any) -> Any:
+        return SimpleNamespace(**settings)
+
+    real = llm.llm_engine.add_request
+
+    def add(name: str, prompt: dict[str, Any], one: Any) -> None:
+        llm.fed.append((one, prompt["prompt_token_ids"]))
+        real(name, prompt, one)
+
+    monkeypatch.setattr(Engine, "_params", params)
+    llm.llm_engine.add_request = add  # type: ignore[method-assign]
+    return engine
+
+
+REQUESTS = [ScoreRequest([5, 6, 7], 1), ScoreRequest([5, 6, 7, 8], 2), ScoreRequest([9, 9], 1)]
+EXPECTED = [[-1.0, -2.0], [-2.0, -3.0], [-1.0]]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_results_come_in_the_order_of_the_requests(monkeypatch: pytest.MonkeyPatch, reverse: bool) -> None:
+    told: list[tuple[int, int]] = []
+    llm = Llm(Core())
+    results = engine_on(llm, monkeypatch).score(
+        REQUESTS, progress=lambda done, total, unit: told.append((done, total)), reverse=reverse
+    )
+    assert [result.logprobs.tolist() for result in results] == EXPECTED
+    assert told[-1] == (3, 3)
+
+
+def test_request_whose_rows_came_from_the_cache_is_scored_again_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_on(Llm(Core(), drop_shared={1}), monkeypatch)
+    results = engine.score(REQUESTS, share_prefixes=True)
+    assert [result.logprobs.tolist() for result in results] == EXPECTED
+
+
+def test_scores_that_stay_away_are_an_error_not_a_short_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = Llm(Core())
+    monkeypatch.setattr(Llm, "_scores", lambda self: {})
+    with pytest.raises(MeasurementError, match="scores for 0 of 3 sequences"):
+        engine_on(llm, monkeypatch).score(REQUESTS)
+
+
+def test_engine_that_runs_out_of_memory_while_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """b1."""
+    with pytest.raises(MeasurementError) as caught:
+        engine_on(Llm(Core(fail_at=2)), monkeypatch).score(REQUESTS)
+    assert caught.value.kind == "oom"
+    assert "max_num_batched_tokens" in str(caught.value)
+
+
+def test_no_requests_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine_on(Llm(Core()), monkeypatch).score([]) == []
+
+
+class Generator:
+    """What measure_load needs of an engine."""
+
+    def __init__(self, length: int = 8, cached: int = 0) -> None:
+        self.length, self.cached = length, cached
+        self.calls: list[list[list[int]]] = []
+        self.resets = 0
+
+    def reset_prefix_cache(self) -> None:
+        self.resets += 1
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, ignore_eos: bool, progress: Any) -> Any:
+        assert ignore_eos
+        self.calls.append(prompts)
+        output = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1] * self.length)], num_cached_tokens=self.cached)
+        return [output] * len(prompts), [0.001] * len(prompts)
+
+
+LOAD = LoadConfig("t", requests=6, input_tokens=10, output_tokens=8, repeats=3, warmup_requests=2)
+
+
+def test_load_warms_up_outside_and_repeats_over_fresh_prompts() -> None:
+    generator = Generator()
+    load = measure_load(generator, LOAD, 1000, 0, None)  # type: ignore[arg-type]
+    assert [len(prompts) for prompts in generator.calls] == [2, 6, 6, 6]
+    assert generator.resets == 3
+    prompts = [tuple(p) for call in generator.calls for p in call]
+    assert len(set(prompts)) == len(prompts), "no prompt comes twice, so no cache can help"
+    assert all(256 <= i < 1000 for prompt in prompts for i in prompt)
+    assert load.valid
+    assert load.output_tokens_per_second_low <= load.output_tokens_per_second <= load.output_tokens_per_second_high  # type: ignore[operator]
+    assert load.total_tokens_per_second == pytest.approx(load.output_tokens_per_second * 18 / 8)  # type: ignore[operator]
+    assert load.concurrency == 6
+
+
+def test_same_seed_same_prompts() -> None:
+    first, second, third = Generator(), Generator(), Generator()
+    for generator, seed in ((first, 0), (second, 0), (third, 1)):
+        measure_load(generator, LOAD, 1000, seed, None)  # type: ignore[arg-type]
+    assert first.calls == second.calls != third.calls
+
+
+def test_model_that_stops_early_has_no_valid_speed() -> None:
+    """e2."""
+    load = measure_load(Generator(length=7), LOAD, 1000, 0, None)  # type: ignore[arg-type]
+    assert not load.valid
+    assert load.reasons == ["outputs of [7] tokens where 8 were asked for"]
+
+
+def test_speed_out_of_a_warm_cache_is_not_valid() -> None:
+    """e1."""
+    load = measure_load(Generator(cached=5), LOAD, 1000, 0, None)  # type: ignore[arg-type]
+    assert not load.valid
+    assert "came from the prefix cache" in load.reasons[0]
+
+
+def test_tiny_vocabulary_still_gives_prompts() -> None:
+    generator = Generator()
+    measure_load(generator, LOAD, 20, 0, None)  # type: ignore[arg-type]
+    assert all(10 <= i < 20 for call in generator.calls for prompt in call for i in prompt)
+
+
+def test_missing_engine_names_the_extra(cell_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setattr(module, "prepare_environment", lambda *_: None)
+    with pytest.raises(Exception, match=r"pip install 'evalq\[cpu\]'") as caught:
+        Engine.start(cell_config("baseline"), Path("/c"), 512, is_cpu=True)
+    assert caught.value.exit_code == 2  # type: ignore[attr-defined]
+    assert not isinstance(caught.value, InfeasibleError)
