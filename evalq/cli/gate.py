@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import traceback
 from pathlib import Path
@@ -11,7 +12,7 @@ from evalq.cli.locate import find_record, records_root
 from evalq.config import GateConfig
 from evalq.errors import EXIT_MEASUREMENT, ConfigError, EvalqError, RecordError
 from evalq.judge.floor import read_floor
-from evalq.judge.gate import judge, no_verdict
+from evalq.judge.gate import contradiction, judge, no_verdict
 from evalq.judge.policy import checked_policy, read_policy
 from evalq.records import VERDICT_FILE, Verdict, read_verdict, to_json, write_text
 
@@ -42,7 +43,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Judge, print, write; returns the verdict's exit code."""
-    arguments = parser().parse_args(argv)
+    try:
+        arguments = parser().parse_args(argv)
+    except SystemExit as end:
+        if end.code:  # a mistyped flag is a failed step too: the next one must not read an earlier verdict
+            _forget_verdict(argv)
+        raise
     if arguments.verdict:
         return _from_file(arguments)
     try:
@@ -50,6 +56,16 @@ def main(argv: list[str]) -> int:
     except OSError as error:  # a full or read-only disk says nothing about quality
         print(f"evalq gate: {error.filename or 'output'} cannot be written ({error.strerror})", file=sys.stderr)
         return EXIT_MEASUREMENT
+
+
+def _forget_verdict(argv: list[str]) -> None:
+    """Remove the verdict under --out of arguments that cannot be parsed as a whole."""
+    only_out = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    only_out.add_argument("--out")
+    with contextlib.suppress(argparse.ArgumentError, SystemExit, OSError):
+        folder = only_out.parse_known_args(argv)[0].out
+        if folder:
+            (Path(folder) / VERDICT_FILE).unlink(missing_ok=True)
 
 
 def _judge_and_write(arguments: argparse.Namespace) -> int:
@@ -99,9 +115,12 @@ def _from_file(arguments: argparse.Namespace) -> int:
     except RecordError as error:
         print(f"evalq gate: {error}", file=sys.stderr)
         return EXIT_MEASUREMENT
+    problem = contradiction(verdict)
+    if problem:
+        print(f"evalq gate: the verdict in {arguments.verdict} is damaged or was edited: {problem}", file=sys.stderr)
+        return EXIT_MEASUREMENT
     show(verdict, arguments.format)
-    passes = verdict.status == "PASS" and verdict.exit_code == 0
-    return 0 if passes else verdict.exit_code or EXIT_MEASUREMENT
+    return verdict.exit_code
 
 
 def show(verdict: Verdict, form: str) -> None:
@@ -117,4 +136,8 @@ def show(verdict: Verdict, form: str) -> None:
     else:
         from evalq.report.tables import verdict_json, verdict_text
 
-        print(verdict_json(verdict) if form == "json" else verdict_text(verdict, colour=sys.stdout.isatty()))
+        print(
+            verdict_json(verdict)
+            if form == "json"
+            else verdict_text(verdict, colour=bool(sys.stdout and sys.stdout.isatty()))
+        )

@@ -30,7 +30,7 @@ def find_record(name: str, root: Path, tracking_uri: str | None = None) -> tuple
     if not name.strip():
         raise RecordError("no record was named; give a record folder, a record.json, a record id or an MLflow run id")
     path = Path(name)
-    if path.exists():
+    if _is_there(path):
         return read_record(path), path if path.is_dir() else path.parent
     folder = _by_record_id(name, root)
     if folder is None and RUN_ID.fullmatch(name):
@@ -40,13 +40,20 @@ def find_record(name: str, root: Path, tracking_uri: str | None = None) -> tuple
     return read_record(folder), folder
 
 
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name too long for a file
+        return False
+
+
 def _by_record_id(name: str, root: Path) -> Path | None:
-    if (root / name / RECORD_FILE).is_file():
+    if _is_there(root / name / RECORD_FILE):
         return root / name
     for file in sorted(root.glob(f"**/{RECORD_FILE}")):
         try:
             data = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue  # a damaged record elsewhere is no reason to refuse this one
         if isinstance(data, dict) and data.get("record_id") == name:
             return file.parent

@@ -10,6 +10,7 @@ from pathlib import Path
 from evalq import __version__
 from evalq.config import GateConfig
 from evalq.errors import (
+    EXIT_CONFIG,
     EXIT_INCONCLUSIVE,
     EXIT_MEASUREMENT,
     EXIT_PASS,
@@ -39,7 +40,7 @@ from evalq.judge.tasks import (
     mcnemar,
     non_inferior,
 )
-from evalq.records import SCHEMA_VERSION, Check, Estimate, Record, Scalar, Verdict
+from evalq.records import SCHEMA_VERSION, VERDICTS, Check, Estimate, Record, Scalar, Verdict
 
 EXIT_CODES = {
     "PASS": EXIT_PASS,
@@ -247,3 +248,24 @@ def no_verdict(
     """The INVALID verdict of a comparison that could not even begin: no baseline, unreadable record, bad request."""
     summary = _summary("INVALID", False, "nothing was judged", reasons)
     return _verdict("INVALID", exit_code, False, summary, reasons, [], ids, flat_policy(policy), [])
+
+
+def contradiction(verdict: Verdict) -> str | None:
+    """Why a stored verdict cannot be what the judge wrote; None when it can. This is no signature."""
+    statuses = [verdict.status, *(check.status for check in verdict.checks)]
+    unknown = [status for status in statuses if status not in VERDICTS]
+    if unknown:
+        return f"status {unknown[0]!r} is not one of {', '.join(VERDICTS)}"
+    codes = {EXIT_CODES[verdict.status]} | ({EXIT_CONFIG} if verdict.status == "INVALID" else set())
+    if verdict.exit_code not in codes:
+        return f"{verdict.status} never has exit code {verdict.exit_code}"
+    if verdict.status != "PASS":
+        return None
+    required = [check for check in verdict.checks if check.required]
+    if not required:
+        return "PASS without any required check"
+    failed = next((check for check in required if check.status != "PASS"), None)
+    if failed is not None:
+        return f"PASS although {failed.metric} is {failed.status}"
+    strict_warning = verdict.policy.get("strict") is True and (verdict.warning or any(map(is_warning, required)))
+    return "PASS with a warning under a strict policy" if strict_warning else None
