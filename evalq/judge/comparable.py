@@ -14,6 +14,7 @@ from evalq.records import Record, Scalar
 
 ABSENT = "(absent)"
 NEVER_ALLOWED = ("load_format",)  # random weights measure no quality, whatever is allowed
+IDENTITY = ("model_id", "weights_hash", "tokenizer_hash", "gpu", "engine_version", "harness_version")
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def differences(baseline: Record, candidate: Record) -> list[Difference]:
     return [
         Difference(name, first.get(name, ABSENT), second.get(name, ABSENT))
         for name in sorted(set(first) | set(second))
-        if not _same(first.get(name, ABSENT), second.get(name, ABSENT))
+        if (name in first) != (name in second) or not _same(first.get(name), second.get(name))
     ]
 
 
@@ -79,8 +80,16 @@ def unfinished(record: Record, side: str) -> list[str]:
             f"the baseline record {record.record_id} was measured as candidate {record.cell.quant}, not as a baseline; "
             "swapped arguments? use evalq compare for any two records"
         )
+    if side == "candidate" and record.cell.is_baseline:
+        problems.append(
+            f"the candidate record {record.record_id} was measured as a baseline, so no scheme can be judged by it; "
+            "swapped arguments? use evalq compare for any two records"
+        )
     if not record.fingerprint:
         problems.append(f"the {side} record has an empty fingerprint, so nothing can be compared with it")
+    elif record.failure is None:  # two records that both keep silent about their weights are not equal
+        silent = [name for name in IDENTITY if not record.fingerprint.get(name)]
+        problems += [f"the fingerprint of the {side} does not say {', '.join(silent)}"] if silent else []
     if "dummy" in (record.fingerprint.get("load_format"), record.engine_settings.get("load_format")):
         problems.append(f"the {side} ran on random weights (load_format=dummy), which measure speed and memory only")
     return problems

@@ -42,6 +42,10 @@ def missing_measurements(tables: Tables, policy: Policy, side: str, reference: T
         if scores.n <= 0:
             problems.append(f"the {side} scored 0 documents or items of {task}")
             continue
+        if min(scores.left_out, scores.truncated) < 0:
+            problems.append(
+                f"the {side} has a negative count of {task}: left_out {scores.left_out}, truncated {scores.truncated}"
+            )
         metrics = required_metrics(task, policy, reference.record.tasks.get(task))
         if not metrics:
             problems.append(f"the {side} has no metric for task {task}")

@@ -8,6 +8,7 @@ from evalq.judge.policy import LOAD_QUANTITIES, Condition, ledger_figure, load_f
 from evalq.records import Check, Estimate, Record
 
 Range = tuple[float, float, float]  # middle, low, high
+LOAD_SHAPE = ("requests", "input_tokens_per_request", "output_tokens_per_request", "concurrency")
 
 
 def condition_check(condition: Condition, baseline: Record, candidate: Record) -> Check:
@@ -22,6 +23,9 @@ def condition_check(condition: Condition, baseline: Record, candidate: Record) -
         if found is None:
             return _check(condition, "INVALID", None, f"{condition.text}: the {side} {reason}")
         ranges.append(found)
+    unlike = _unlike_loads(condition, baseline, candidate)
+    if unlike:
+        return _check(condition, "INVALID", None, f"{condition.text}: {unlike}")
     (base, base_low, base_high), (cand, cand_low, cand_high) = ranges
     share, low, high = cand / base, cand_low / base_high, cand_high / base_low
     inside = high <= condition.share if condition.at_most else low >= condition.share
@@ -47,6 +51,18 @@ def _figure(condition: Condition, record: Record) -> tuple[Range | None, str]:
     return (value, value, value), ""
 
 
+def _unlike_loads(condition: Condition, baseline: Record, candidate: Record) -> str | None:
+    """Why the two sides' loads are not one load; no fingerprint holds their lengths."""
+    first, second = (load_figure(record.loads, condition.load or "") for record in (baseline, candidate))
+    if condition.quantity not in LOAD_QUANTITIES or first is None or second is None:
+        return None
+    for name in LOAD_SHAPE:
+        a, b = getattr(first, name), getattr(second, name)
+        if a != b:
+            return f"not one load: {name} is {a} in the baseline and {b} in the candidate; measure both alike"
+    return None
+
+
 def _load_range(condition: Condition, record: Record) -> tuple[Range | None, str]:
     load = load_figure(record.loads, condition.load or "")
     if load is None:
@@ -60,4 +76,6 @@ def _load_range(condition: Condition, record: Record) -> tuple[Range | None, str
         high = value if load.output_tokens_per_second_high is None else load.output_tokens_per_second_high
     if any(x is None or not math.isfinite(x) or x <= 0 for x in (value, low, high)):
         return None, f"has no finite {condition.quantity} for load {load.name} (found {value})"
+    if not low <= value <= high:
+        return None, f"has a {condition.quantity} of {value} for load {load.name} outside its repeats {low} to {high}"
     return (value, low, high), ""

@@ -67,7 +67,7 @@ def token_pairs(baseline: pa.Table, candidate: pa.Table) -> TokenPairs:
     kld, covered = _partition_kld(first, second, logprobs)
     if known:
         kld, covered = _floats(second, "exact_kld_nats"), np.ones(len(second))
-    tops = [column(side, "top1_id", "tokens.parquet") for side in (first, second)]
+    tops = [column(side, "top1_id", "tokens") for side in (first, second)]
     change = np.exp(logprobs[1]) - np.exp(logprobs[0])
     return TokenPairs(
         documents=np.asarray(first.column("doc_id").to_numpy(), np.int64),

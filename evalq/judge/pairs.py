@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evalq.errors import RecordError
-from evalq.records import Record, read_table
+from evalq.records import SCHEMAS, Record, read_table
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -26,7 +26,10 @@ ACCURACIES = ("hellaswag", "truthfulqa_mc1", "truthfulqa_mc2")  # tasks whose va
 
 @dataclass(frozen=True)
 class DocumentPairs:
-    """Documents of one perplexity task in order; each array (documents,). `counts` holds tokens, words, bytes."""
+    """Documents of one perplexity task in order; each array (documents,). `counts` holds tokens, words, bytes.
+
+    A text that the data holds twice is one document: counting it twice would make the interval narrower than it is.
+    """
 
     baseline_nll: Floats
     candidate_nll: Floats
@@ -76,12 +79,12 @@ def column(table: pa.Table, name: str, where: str) -> NDArray[Any]:
     import pyarrow as pa
 
     values = table.column(name)
+    if values.type != SCHEMAS[where]().field(name).type:
+        raise RecordError(f"{where} of a record have {name} as {values.type}; measure it anew")
     if values.null_count:
         raise RecordError(f"{where} of a record have {values.null_count} empty values in {name}; measure it anew")
     if pa.types.is_string(values.type):
         return np.array(values.to_pylist(), dtype=object)
-    if str(values.type) not in PRIMITIVES:
-        raise RecordError(f"{where} of a record have {name} as {values.type}; measure it anew")
     kind = np.dtype(PRIMITIVES[str(values.type)])
     parts = [
         np.frombuffer(part.buffers()[1], kind, len(part), part.offset * kind.itemsize)
@@ -117,8 +120,15 @@ def document_pairs(baseline: Tables, candidate: Tables, task: str) -> DocumentPa
                 f"document {first['doc_id'][i]} of {task} has {name} {first[name][i]} in the baseline and "
                 f"{second[name][i]} in the candidate; only the same tokens can be compared"
             )
-    counts = {unit: first[unit].astype(np.float64) for unit in UNITS}
-    return DocumentPairs(first["nll_nats"], second["nll_nats"], counts, first["doc_id"])
+    _, place, text = np.unique(first["doc_hash"].astype(str), return_index=True, return_inverse=True)
+    rank = np.argsort(np.argsort(place))[text]  # texts in the order of their first document
+    counts = {unit: _sums(rank, first[unit]) for unit in UNITS}
+    nll = [_sums(rank, side["nll_nats"]) for side in (first, second)]
+    return DocumentPairs(nll[0], nll[1], counts, first["doc_id"][np.sort(place)])
+
+
+def _sums(rank: NDArray[Any], values: NDArray[Any]) -> Floats:
+    return np.bincount(rank, weights=values).astype(np.float64)
 
 
 def _documents(tables: Tables, task: str) -> dict[str, NDArray[Any]]:
