@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,10 +77,14 @@ def checked_policy(gate: GateConfig) -> Policy:
     if gate.metric not in METRIC_UNITS:
         problems.append(f"gate.metric={gate.metric!r}: {nearest(gate.metric, tuple(METRIC_UNITS))}")
     for task in gate.required_margins:
-        if task not in gate.task_margins:
+        if task not in gate.task_margins and task != "wikitext":
             problems.append(
                 f'gate.required_margins names {task}, which has no margin; add task_margins: {{{task}: "1.0%"}}'
             )
+    if "wikitext" in {*gate.required_margins, *gate.task_margins}:
+        problems.append(
+            "wikitext is a perplexity and has no margin; its allowed increase is gate.target and gate.limit"
+        )
     conditions = []
     for text in gate.conditions:
         try:
@@ -122,18 +127,40 @@ def read_policy(path: Path | str) -> GateConfig:
     """Read a policy file. Errors: ConfigError for a missing file, bad YAML, unknown or mistyped keys."""
     import yaml
 
-    file = _policy_file(Path(path))
+    file = Path(path)
     try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+        file = _policy_file(file)
+        text = file.read_text(encoding="utf-8")
+        data = yaml.safe_load(text)
+        repeated = _repeated_key(yaml.compose(text, Loader=yaml.SafeLoader), set())
     except OSError as error:
         raise ConfigError(f"policy {file} cannot be read ({error.strerror}); give a YAML file of gate keys") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
             f"policy {file} is not YAML ({str(error).splitlines()[0]}); give a YAML file of gate keys"
         ) from error
+    if repeated:
+        raise ConfigError(f"policy {file} has the key {repeated} twice; keep the one that is meant")
     if not isinstance(data, dict):
         raise ConfigError(f"policy {file} is empty or no mapping; write keys such as target: 1.0%")
     return policy_from_mapping(data, str(file))
+
+
+def _repeated_key(node: Any, seen: set[int]) -> str | None:
+    """A key that one mapping of a YAML tree holds twice; YAML itself takes the last in silence."""
+    import yaml
+
+    if id(node) in seen:  # an alias
+        return None
+    seen.add(id(node))
+    children = list(node.value) if isinstance(node, yaml.CollectionNode) else []
+    if isinstance(node, yaml.MappingNode):
+        keys = [key.value for key, _ in children if isinstance(key, yaml.ScalarNode)]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            return str(twice)
+        children = [value for _, value in children]
+    return next((found for child in children if (found := _repeated_key(child, seen))), None)
 
 
 def _policy_file(given: Path) -> Path:
@@ -176,7 +203,7 @@ def _typed(key: str, value: Any, like: Any) -> tuple[Any, str]:
         return str(value), "" if fits else "text"
     if isinstance(like, int | float):
         fits = isinstance(value, int | float) and not isinstance(value, bool)
-        fits = fits and (isinstance(like, float) or isinstance(value, int))
+        fits = fits and (isinstance(value, int) or (isinstance(like, float) and math.isfinite(value)))
         return value, "" if fits else "a number" if isinstance(like, float) else "a whole number"
     if isinstance(like, dict):
         return _typed_mapping(value)
