@@ -233,13 +233,30 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         return None
     if kind is float:
         _expect(isinstance(value, int | float) and not isinstance(value, bool), where, "a number", value)
-        _expect(math.isfinite(value), where, "a finite number", value)
+        _expect(_is_finite(value), where, "a finite number", value)
         return float(value)
     if kind is int:
         _expect(isinstance(value, int) and not isinstance(value, bool), where, "a whole number", value)
         return value
     _expect(isinstance(value, kind), where, kind.__name__, value)
+    if kind is str:
+        _expect(_is_writable(value), where, "text without half characters (lone surrogates)", value)
     return value
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
+
+
+def _is_writable(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _convert_dataclass(cls: Any, value: Any, where: str) -> Any:
@@ -269,7 +286,7 @@ def _convert_union(kind: Any, value: Any, where: str) -> Any:
                 return _convert(choice, value, where)
             except RecordError:
                 continue
-    raise RecordError(f"{where} is {value!r}, which is none of {kind}")
+    raise RecordError(f"{where} is {value!r:.80}, which is none of {kind}")
 
 
 def _expect(ok: bool, where: str, wanted: str, value: Any) -> None:
@@ -285,7 +302,7 @@ def parse_json(text: str, where: str) -> Any:
     """Parse strict JSON (no NaN, no Infinity). Errors: RecordError with the place."""
     try:
         return json.loads(text, parse_constant=_refuse_constant)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecordError(f"{where} is not valid JSON ({error}); make the record anew") from error
 
 

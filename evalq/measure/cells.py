@@ -55,9 +55,11 @@ def find_baseline(records: Path, key: str) -> tuple[Record, Path] | None:
     if not records.is_dir():
         return None
     for folder in sorted(records.iterdir(), key=_age):
-        if folder.name.startswith(".") or not (folder / RECORD_FILE).is_file():
+        if folder.name.startswith("."):
             continue
-        with contextlib.suppress(RecordError):
+        with contextlib.suppress(RecordError, OSError):  # a damaged or unreadable record is not this one
+            if not (folder / RECORD_FILE).is_file():
+                continue
             record = read_record(folder)
             if record.reuse_key == key and record.status == "complete":
                 for table in TABLES:
