@@ -91,9 +91,7 @@ def test_names_that_look_like_numbers_stay_text(tmp_path: Path, monkeypatch: pyt
     assert [config.quant.name for config in swept] == ["4_8", "1e5"]
 
 
-@pytest.mark.parametrize(
-    "given", ["1e5", "7e10", "4_8", "007", "1.10", "true", "off", "0x1f", "nan", "INF", ".5e3", "+1"]
-)
+@pytest.mark.parametrize("given", ["1e5", "7e10", "4_8", "007", "true", "INF"])
 def test_revision_stays_text(given: str) -> None:
     assert app.compose([*CELL, f"model.revision={given}"]).model.revision == given
 
