@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from evalq.errors import RecordError
 from evalq.judge.paired import Floats, ratio
 from evalq.judge.pairs import column
-from evalq.plan.quantiles import t_quantile
 from evalq.records import Estimate
 
 if TYPE_CHECKING:
@@ -221,8 +220,8 @@ def quantile_estimate(
     ordered = np.sort(values)
     point = float(np.quantile(ordered, q))
     below = ratio((values <= point).astype(np.float64), np.ones(len(values)), documents)
-    half = t_quantile(0.5 + confidence / 2.0, below.df) * below.se
-    low, high = (float(np.quantile(ordered, min(max(level, 0.0), 1.0))) for level in (q - half, q + half))
+    levels = (q + bound - below.value for bound in below.interval(confidence))
+    low, high = (float(np.quantile(ordered, min(max(level, 0.0), 1.0))) for level in levels)
     return Estimate(f"{name}_p{100 * q:g}", point, low, high, confidence, len(values), "quantile, Woodruff", note=note)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from evalq.judge.skewness import concentration, ends, level, rate_skewness
 from evalq.plan.quantiles import normal_quantile, t_quantile, t_tail
 from evalq.records import Estimate
 
@@ -21,28 +22,37 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Ratio:
-    """D = sum d / sum w with its standard error; `clusters` are what was sampled, `df` what they are worth."""
+    """D = sum d / sum w with its standard error; `clusters` are what was sampled, `df` what they are worth.
+
+    skewness, weight: what `judge.skewness` corrects the interval by; 0 = a plain Student interval.
+    """
 
     value: float
     se: float
     clusters: int
     df: float
     method: str
+    skewness: float = 0.0
+    weight: float = 0.0
 
     def interval(self, confidence: float) -> tuple[float, float]:
-        """Two-sided Student interval at `confidence`."""
-        half = t_quantile(0.5 + confidence / 2.0, self.df) * self.se
-        return self.value - half, self.value + half
+        """Two-sided Student interval at `confidence`, corrected for skewness."""
+        t = t_quantile(0.5 + confidence / 2.0, self.df)
+        below, above = ends(t, self.skewness, self.weight, self.clusters)
+        return self.value - float(below) * self.se, self.value + float(above) * self.se
 
     def p_above(self, bound: float) -> float:
-        """One-sided p of the hypothesis that the truth is at most `bound`."""
-        if self.se == 0.0:
-            return 0.0 if self.value > bound else 1.0
-        return t_tail((self.value - bound) / self.se, self.df)
+        """One-sided p of the hypothesis that the truth is at most `bound`; consistent with `interval`."""
+        return self._p(self.value - bound, below=True)
 
     def p_below(self, bound: float) -> float:
-        """One-sided p of the hypothesis that the truth is at least `bound`."""
-        return 1.0 - self.p_above(bound) if self.se else float(self.value >= bound)
+        """One-sided p of the hypothesis that the truth is at least `bound`; consistent with `interval`."""
+        return self._p(bound - self.value, below=False)
+
+    def _p(self, distance: float, below: bool) -> float:
+        if self.se == 0.0:
+            return 0.0 if distance > 0.0 else 1.0
+        return t_tail(level(distance / self.se, self.skewness, self.weight, self.clusters, below), self.df)
 
 
 def cluster_sums(values: Floats, clusters: NDArray[Any] | None) -> Floats:
@@ -58,8 +68,9 @@ def ratio(d: Floats, w: Floats, clusters: NDArray[Any] | None = None, method: st
 
     method: "linearised" scales the squared residuals by n/(n-1) (Cochran 1977, section 6.4; with tokens as their own
     clusters it is the paired covariance of llama.cpp's perplexity tool); df = n - 1. "jackknife" leaves out one document
-    at a time (CR3 of Bell and McCaffrey 2002), which is larger when few documents hold most of the words, and takes
-    its degrees of freedom from `effective_df`. With equal weights the two are the same.
+    at a time (CR3 of Bell and McCaffrey 2002), which is larger when few documents hold most of the words, takes its
+    degrees of freedom from `effective_df` and its skewness from `judge.skewness`. With equal weights the two errors are
+    the same. Only jackknife intervals are reported: the linearised one is too short when documents are uneven.
     Errors: ValueError for fewer than two clusters, non-finite values or weights that are not positive.
     """
     d, w = cluster_sums(np.asarray(d, float), clusters), cluster_sums(np.asarray(w, float), clusters)
@@ -68,8 +79,15 @@ def ratio(d: Floats, w: Floats, clusters: NDArray[Any] | None = None, method: st
         value, variance, df = _moments(d, w, method)
     if not (math.isfinite(value) and math.isfinite(variance)):
         raise ValueError("the documents' values are too large to be summed")
-    n = len(d)
-    return Ratio(value, math.sqrt(variance), n, df, f"ratio estimator, {method} standard error, t with {df:.1f} df")
+    n, words = len(d), f"ratio estimator, {method} standard error, t with {df:.1f} df"
+    if method == "linearised":
+        return Ratio(value, math.sqrt(variance), n, df, words)
+    with np.errstate(over="ignore", invalid="ignore"):
+        skewness, weight = float(rate_skewness(d - value * w, w)), float(concentration(w))
+    if not (math.isfinite(skewness) and math.isfinite(weight)):
+        raise ValueError("the documents' values are too large for their weights")
+    words += f" corrected for skewness {skewness:+.1f}" if skewness else ""
+    return Ratio(value, math.sqrt(variance), n, df, words, skewness, weight)
 
 
 def _moments(d: Floats, w: Floats, method: str) -> tuple[float, float, float]:
@@ -139,39 +157,39 @@ def resample(d: Floats, w: Floats, resamples: int, seed: int) -> Resamples:
 def studentised_interval(
     d: Floats, w: Floats, confidence: float, resamples: int = 10_000, seed: int = 0
 ) -> tuple[float, float]:
-    """Bootstrap-t interval of D (Efron and Tibshirani 1993, section 12.5), documents drawn with replacement.
+    """Symmetric bootstrap-t interval of D (Hall 1988), documents drawn with replacement: quantiles of |t|.
 
     Replicates are studentised by their linearised error, and the interval is scaled by the jackknife error of the data.
+    The equal-tailed form is short when documents have heavy symmetric tails (reports/gate-simulation.md).
     """
     point = ratio(d, w)
     if point.se == 0.0:
         return point.value, point.value
     drawn = resample(np.asarray(d, float), np.asarray(w, float), resamples, seed)
     usable = drawn.ses > 0.0
-    t = (drawn.values[usable] - point.value) / drawn.ses[usable]
-    tail = (1.0 - confidence) / 2.0
-    low, high = np.quantile(t, [tail, 1.0 - tail])
-    return float(point.value - high * point.se), float(point.value - low * point.se)
+    t = np.abs(drawn.values[usable] - point.value) / drawn.ses[usable]
+    half = float(np.quantile(t, confidence)) * point.se
+    return point.value - half, point.value + half
 
 
 @dataclass(frozen=True)
 class GateInterval:
-    """The interval the gate decides by: the outer bounds of a Student and a studentised bootstrap interval of D."""
+    """The interval the gate decides by (`student`, corrected for skewness) and the document bootstrap that checks it."""
 
     student: tuple[float, float]
     bootstrap: tuple[float, float]
 
     @property
     def low(self) -> float:
-        return min(self.student[0], self.bootstrap[0])
+        return self.student[0]
 
     @property
     def high(self) -> float:
-        return max(self.student[1], self.bootstrap[1])
+        return self.student[1]
 
     @property
     def differ(self) -> bool:
-        """Whether a bound of one is further from the other's than a tenth of the Student interval's width."""
+        """Whether a bound of one is further from the other's than a tenth of the deciding interval's width."""
         shift = max(abs(a - b) for a, b in zip(self.student, self.bootstrap, strict=True))
         return shift > 0.1 * (self.student[1] - self.student[0])
 
@@ -179,9 +197,7 @@ class GateInterval:
 def gate_interval(
     d: Floats, w: Floats, confidence: float, resamples: int = 10_000, seed: int = 0
 ) -> tuple[Ratio, GateInterval]:
-    """D and its interval. Why the outer bounds: a Student interval alone lets too much pass when few documents have
-    skewed damage, the bootstrap alone is short when they have symmetric heavy tails (docs/design/gate-interval.md).
-    """
+    """D and its interval. Why this one: docs/design/gate-interval.md."""
     found = ratio(d, w)
     student = found.interval(confidence)
     return found, GateInterval(student, studentised_interval(d, w, confidence, resamples, seed))
@@ -190,7 +206,10 @@ def gate_interval(
 def bca_interval(
     d: Floats, w: Floats, confidence: float, resamples: int = 10_000, seed: int = 0
 ) -> tuple[float, float]:
-    """Bias-corrected and accelerated bootstrap interval of D (Efron 1987), documents drawn with replacement."""
+    """Bias-corrected and accelerated bootstrap interval of D (Efron 1987), documents drawn with replacement.
+
+    For study only, reported nowhere: it covers 83-90 % where it promises 95 % (62 documents or fewer).
+    """
     d, w = np.asarray(d, float), np.asarray(w, float)
     value = float(d.sum() / w.sum())
     replicates = resample(d, w, resamples, seed).values

@@ -27,8 +27,7 @@ def perplexity_check(pairs: DocumentPairs, policy: Policy, floor: Estimate | Non
     except ValueError as error:
         return _check(metric, "INVALID", None, policy, f"cannot be estimated: {error}")
     low, high = interval.low, interval.high
-    method = f"{found.method}, or studentised document bootstrap where that is wider"
-    method += f"; look {_look(gate.looks, n)}" if gate.looks else ""
+    method = found.method + (f"; look {_look(gate.looks, n)}" if gate.looks else "")
     estimate = as_increase(f"{metric}_increase", found.value, low, high, gate.confidence, n, method)
     estimate = dataclasses.replace(estimate, note=_notes(found, interval, floor))
     if estimate.value is None or estimate.low is None or estimate.high is None:
@@ -87,7 +86,8 @@ def _notes(found: Ratio, interval: GateInterval, floor: Estimate | None) -> str:
     if interval.differ:
         student, boot = ([_percent(x) for x in bounds] for bounds in (interval.student, interval.bootstrap))
         parts.append(
-            f"Student [{', '.join(student)}], studentised bootstrap [{', '.join(boot)}]: the wider bound decides"
+            f"the document bootstrap (symmetric, studentised) says [{', '.join(boot)}], more than a tenth of the width "
+            f"from [{', '.join(student)}], which decides"
         )
     if floor is not None and floor.low is not None and floor.high is not None:
         width = max(abs(floor.low), abs(floor.high))

@@ -4,6 +4,7 @@ The population: document lengths lognormal with the spread of the 62 articles of
 7.84, standard deviation 1.06); the loss per word has a document effect and token noise that shrinks with length, half
 of the variance each at 1,000 words, both with the same kind of tail. Its mean is zero for every length, so the truth
 of D is the effect put in, and every interval moves with the effect: one set of draws serves all effects.
+Mirrored damage mirrors every interval, so the false fails of a law are the false passes of its mirror image.
 """
 
 from __future__ import annotations
@@ -16,12 +17,22 @@ import numpy as np
 
 from evalq.judge.paired import Floats, effective_df, resample_counts
 from evalq.judge.sequential import look_confidence
+from evalq.judge.skewness import concentration, ends, rate_skewness
 from evalq.plan.quantiles import normal_quantile, t_quantile
 
 LOG_WORDS = (7.84, 1.06)  # mean and standard deviation of ln(words)
 EFFECTS = (0.0, 0.005, 0.009, 0.010, 0.011, 0.015, 0.03)  # true perplexity increase
-METHODS = ("linearised", "jackknife", "bootstrap", "bca", "gate")
+REPORTED = ("gate", "check")  # what a verdict shows: the deciding interval and the symmetric studentised bootstrap
+STUDIED = (
+    "linearised",
+    "jackknife",
+    "bootstrap-t",
+    "bca",
+    "outer",
+)  # tried and rejected; "outer": the wider of jackknife and bootstrap-t
+METHODS = REPORTED + STUDIED
 CHUNK = 250  # draws at a time
+NOISES = ("mixed", "token", "document", "equal")  # equal: as mixed, every document has about 210 words
 
 
 def _lognormal(sigma: float) -> Callable[[np.random.Generator, tuple[int, int]], Floats]:
@@ -35,7 +46,15 @@ TAILS: dict[str, Callable[[np.random.Generator, tuple[int, int]], Floats]] = {
     "t3": lambda rng, size: rng.standard_t(3, size) / math.sqrt(3.0),
     "skewed": _lognormal(0.5),  # skewness 1.75, excess kurtosis 5.9: damage sits in some documents
     "very skewed": _lognormal(1.0),  # skewness 6.2, excess kurtosis 111: a stress test
+    "exponential": lambda rng, size: rng.exponential(1.0, size) - 1.0,  # skewness 2
+    "gamma": lambda rng, size: (rng.gamma(0.5, 1.0, size) - 0.5) / math.sqrt(0.5),  # skewness 2.8
+    "one in ten": lambda rng, size: _one_in_ten(rng, size),  # a tenth of the documents lies 4 deviations higher
 }
+
+
+def _one_in_ten(rng: np.random.Generator, size: tuple[int, int]) -> Floats:
+    values = rng.standard_normal(size) + np.where(rng.random(size) < 0.1, 4.0, 0.0)
+    return np.asarray((values - 0.4) / math.sqrt(1.0 + 0.1 * 0.9 * 16.0))
 
 
 @dataclass(frozen=True)
@@ -46,12 +65,38 @@ class Draws:
     w: Floats
 
 
-def draw(tail: str, documents: int, draws: int, noise: float, rng: np.random.Generator) -> Draws:
-    """`noise`: standard deviation of the loss per word of a 1,000-word document, nats."""
+def draw(tail: str, documents: int, draws: int, noise: float, rng: np.random.Generator, kind: str = "mixed") -> Draws:
+    """`noise`: standard deviation of the loss per word of a 1,000-word document, nats; `kind`: one of NOISES."""
     size = (draws, documents)
-    w = np.maximum(np.round(np.exp(rng.normal(*LOG_WORDS, size))), 20.0)
-    spread = noise * np.sqrt(0.5 + 0.5 * 1000.0 / w)
+    words = (math.log(210.0), 0.1) if kind == "equal" else LOG_WORDS
+    w = np.maximum(np.round(np.exp(rng.normal(*words, size))), 20.0)
+    token = {"token": 1.0, "document": 0.0}.get(kind, 0.5)  # share of the variance at 1,000 words
+    spread = noise * np.sqrt(1.0 - token + token * 1000.0 / w)
     return Draws(w * spread * TAILS[tail](rng, size), w)
+
+
+def gate_bounds(data: Draws, confidence: float) -> tuple[Floats, Floats]:
+    """Bounds of D that the gate decides by, for every draw; (draws,) both. As `judge.paired.Ratio.interval`."""
+    found = [_gate(chunk, confidence) for chunk in _chunks(data)]
+    return _join(found, 0), _join(found, 1)
+
+
+def _gate(data: Draws, confidence: float) -> tuple[Floats, Floats]:
+    value, residual, _, jackknife = _errors(data)
+    t = _t_quantiles(0.5 + confidence / 2.0, effective_df(data.w))
+    below, above = ends(t, rate_skewness(residual, data.w), concentration(data.w), data.w.shape[1])
+    return value - below * jackknife, value + above * jackknife
+
+
+def _errors(data: Draws) -> tuple[Floats, Floats, Floats, Floats]:
+    """D, the residuals, the shifts of D without each document, and the jackknife error."""
+    d, w, n = data.d, data.w, data.d.shape[1]
+    total = w.sum(axis=1, keepdims=True)
+    value = d.sum(axis=1) / total[:, 0]
+    residual = d - value[:, None] * w
+    shift = residual / (total - w)
+    jackknife = np.sqrt((n - 1) / n * ((shift - shift.mean(axis=1, keepdims=True)) ** 2).sum(axis=1))
+    return value, residual, shift, jackknife
 
 
 def batch_intervals(
@@ -77,24 +122,25 @@ def _chunks(data: Draws) -> Iterator[Draws]:
 def _intervals(
     data: Draws, confidence: float, resamples: int, rng: np.random.Generator
 ) -> dict[str, tuple[Floats, Floats]]:
-    d, w, n = data.d, data.w, data.d.shape[1]
-    total = w.sum(axis=1, keepdims=True)
-    value = d.sum(axis=1) / total[:, 0]
-    residual = d - value[:, None] * w
-    shift = residual / (total - w)
-    linear = np.sqrt(n / (n - 1) * (residual**2).sum(axis=1)) / total[:, 0]
-    jackknife = np.sqrt((n - 1) / n * ((shift - shift.mean(axis=1, keepdims=True)) ** 2).sum(axis=1))
+    n = data.d.shape[1]
+    value, residual, shift, jackknife = _errors(data)
+    linear = np.sqrt(n / (n - 1) * (residual**2).sum(axis=1)) / data.w.sum(axis=1)
     level = 0.5 + confidence / 2.0
-    t, t_few = t_quantile(level, n - 1.0), _t_quantiles(level, effective_df(w))
+    t, t_few = t_quantile(level, n - 1.0), _t_quantiles(level, effective_df(data.w))
     replicates, ses = _resample(data, resample_counts(n, resamples, rng))
-    found = {
+    studentised = (replicates - value) / np.maximum(ses, np.finfo(float).tiny)
+    student = value - t_few * jackknife, value + t_few * jackknife
+    boot = _equal_tailed(value, jackknife, studentised, confidence)
+    half = np.quantile(np.abs(studentised), confidence, axis=0) * jackknife
+    return {
+        "gate": _gate(data, confidence),
+        "check": (value - half, value + half),
         "linearised": (value - t * linear, value + t * linear),
-        "jackknife": (value - t_few * jackknife, value + t_few * jackknife),
-        "bootstrap": _studentised(value, jackknife, replicates, ses, confidence),
+        "jackknife": student,
+        "bootstrap-t": boot,
         "bca": _bca(value, shift, replicates, confidence),
+        "outer": (np.minimum(student[0], boot[0]), np.maximum(student[1], boot[1])),
     }
-    student, boot = found["jackknife"], found["bootstrap"]
-    return {**found, "gate": (np.minimum(student[0], boot[0]), np.maximum(student[1], boot[1]))}
 
 
 def _t_quantiles(p: float, df: Floats) -> Floats:
@@ -113,12 +159,9 @@ def _resample(data: Draws, counts: Floats) -> tuple[Floats, Floats]:
     return values, np.sqrt(np.maximum(squares, 0.0) * n / (n - 1)) / weight
 
 
-def _studentised(
-    value: Floats, se: Floats, replicates: Floats, ses: Floats, confidence: float
-) -> tuple[Floats, Floats]:
+def _equal_tailed(value: Floats, se: Floats, studentised: Floats, confidence: float) -> tuple[Floats, Floats]:
     tail = (1.0 - confidence) / 2.0
-    t = (replicates - value) / np.maximum(ses, np.finfo(float).tiny)
-    low, high = np.quantile(t, [tail, 1.0 - tail], axis=0)
+    low, high = np.quantile(studentised, [tail, 1.0 - tail], axis=0)
     return value - high * se, value - low * se
 
 
@@ -176,14 +219,10 @@ def rates(
     return Rates(effect, passed, warned, open_, failed, float(used.mean()))
 
 
-def sequential_bounds(
-    data: Draws, looks: Sequence[int], confidence: float, resamples: int, rng: np.random.Generator
-) -> list[tuple[int, Floats, Floats]]:
+def sequential_bounds(data: Draws, looks: Sequence[int], confidence: float) -> list[tuple[int, Floats, Floats]]:
     """Bounds of the gate's interval over the first documents at each look, at that look's level."""
     found = []
     for count in looks:
-        level = look_confidence(looks, count, confidence)
         part = Draws(data.d[:, :count], data.w[:, :count])
-        low, high = batch_intervals(part, level, resamples, rng)["gate"]
-        found.append((count, low, high))
+        found.append((count, *gate_bounds(part, look_confidence(looks, count, confidence))))
     return found

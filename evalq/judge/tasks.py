@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,19 +52,19 @@ def is_binary(pairs: ItemPairs) -> bool:
 
 
 def flips(pairs: ItemPairs, task: str, metric: str, confidence: float) -> Estimate:
-    """Share of items whose correctness changed, in either direction (Dutta et al. 2024), exact interval."""
+    """Share of items whose correctness changed, in either direction (Dutta et al. 2024), Wilson's interval."""
     result = mcnemar(pairs.baseline, pairs.candidate)
     changed, n = result.lost + result.won, len(pairs.baseline)
-    low, high = share_interval(changed, n, confidence)
+    low, high = wilson_interval(changed, n, confidence)
     note = f"{result.lost} right to wrong, {result.won} wrong to right"
-    return Estimate(f"{task}_{metric}_flips", changed / n, low, high, confidence, n, "Clopper-Pearson", note=note)
+    return Estimate(f"{task}_{metric}_flips", changed / n, low, high, confidence, n, "Wilson", note=note)
 
 
 def accuracy_difference(pairs: ItemPairs, task: str, metric: str, confidence: float) -> Estimate:
     """Candidate minus baseline accuracy with a paired interval.
 
     Items that share a source are one cluster (Student interval over clusters, Miller 2024). Right/wrong items without
-    clusters get the adjusted Wald interval of Bonett and Price (2012), which stays honest when few items change.
+    clusters get the score interval of Tango (1998), which stays honest when few items change.
     Errors: ValueError for fewer than two clusters.
     """
     n = len(pairs.baseline)
@@ -72,8 +73,8 @@ def accuracy_difference(pairs: ItemPairs, task: str, metric: str, confidence: fl
     name = f"{task}_{metric}_difference"
     if pairs.clusters is None and is_binary(pairs):
         changed = mcnemar(pairs.baseline, pairs.candidate)
-        low, high = bonett_price_interval(changed.lost, changed.won, n, confidence)
-        return Estimate(name, value, low, high, confidence, n, "paired, adjusted Wald (Bonett-Price)")
+        low, high = tango_interval(changed.lost, changed.won, n, confidence)
+        return Estimate(name, value, low, high, confidence, n, "paired, score interval (Tango)")
     clustered = ratio(difference, np.ones(n), pairs.clusters, method="jackknife")
     low, high = clustered.interval(confidence)
     if clustered.se == 0.0:  # nothing changed: an interval of width 0 would claim too much
@@ -82,12 +83,42 @@ def accuracy_difference(pairs: ItemPairs, task: str, metric: str, confidence: fl
     return Estimate(name, value, low, high, confidence, n, f"paired, Student{sources}")
 
 
-def bonett_price_interval(lost: int, won: int, n: int, confidence: float) -> tuple[float, float]:
-    """Interval of (won - lost)/n, a difference of paired proportions: one pseudo-item in each changed cell."""
-    p_lost, p_won = (lost + 1.0) / (n + 2.0), (won + 1.0) / (n + 2.0)
-    value = p_won - p_lost
-    half = normal_quantile(0.5 + confidence / 2.0) * math.sqrt((p_lost + p_won - value**2) / (n + 2.0))
-    return value - half, value + half
+def tango_interval(lost: int, won: int, n: int, confidence: float) -> tuple[float, float]:
+    """Score interval of (won - lost)/n, a difference of paired proportions (Tango 1998).
+
+    It holds every difference at which the score statistic stays within the normal quantile.
+    """
+    z, value = normal_quantile(0.5 + confidence / 2.0), (won - lost) / n
+    above = _last_within(lambda step: _score(lost, won, n, value + step) >= -z, 1.0 - value)
+    below = _last_within(lambda step: _score(lost, won, n, value - step) <= z, 1.0 + value)
+    return value - below, value + above
+
+
+def _last_within(within: Callable[[float], bool], most: float) -> float:
+    """The largest step from 0 to `most` that is still within, by bisection."""
+    low, high = 0.0, most
+    for _ in range(80):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if within(middle) else (low, middle)
+    return low
+
+
+def _score(lost: int, won: int, n: int, difference: float) -> float:
+    """Score statistic of P(won) - P(lost) = difference, with the likeliest P(lost) under it (Tango 1998)."""
+    half = lost + won - (2.0 * n - won + lost) * difference
+    root = math.sqrt(max(half * half + 8.0 * n * lost * difference * (1.0 - difference), 0.0))
+    p_lost = (half + root) / (4.0 * n)
+    variance = n * (2.0 * p_lost + difference * (1.0 - difference))
+    gap = won - lost - n * difference
+    return gap / math.sqrt(variance) if variance > 0.0 else math.copysign(math.inf, gap) if gap else 0.0
+
+
+def wilson_interval(successes: int, trials: int, confidence: float) -> tuple[float, float]:
+    """Score interval of a share (Wilson 1927)."""
+    z = normal_quantile(0.5 + confidence / 2.0)
+    middle = (successes + z * z / 2.0) / (trials + z * z)
+    half = z / (trials + z * z) * math.sqrt(successes * (trials - successes) / trials + z * z / 4.0)
+    return (middle - half if successes else 0.0), (middle + half if successes < trials else 1.0)
 
 
 def _no_change_interval(value: float, clusters: int, confidence: float) -> tuple[float, float]:

@@ -17,10 +17,22 @@ from pathlib import Path
 import numpy as np
 
 from evalq import __version__
-from evalq.judge.simulation import EFFECTS, METHODS, TAILS, Draws, batch_intervals, draw, rates, sequential_bounds
-from evalq.judge.tasks import bonett_price_interval
-from evalq.plan.quantiles import share_interval
+from evalq.judge.simulation import (
+    EFFECTS,
+    METHODS,
+    NOISES,
+    REPORTED,
+    TAILS,
+    Draws,
+    batch_intervals,
+    draw,
+    gate_bounds,
+    rates,
+    sequential_bounds,
+)
+from evalq.judge.tasks import tango_interval, wilson_interval
 
+MAIN_TAILS = ("normal", "t3", "skewed", "very skewed")
 DOCUMENTS = (10, 20, 62, 500)
 LOOKS = ((20, 40, 62), (62, 250, 500))
 NOISE = 0.004  # nats a word; a standard error near 0.07 % with 62 documents
@@ -36,7 +48,8 @@ def main() -> int:
     parser.add_argument("--out", metavar="FILE", help="where the report goes (default: standard output)")
     arguments = parser.parse_args()
     started = time.process_time()
-    lines = [*coverage_lines(arguments), *fixed_lines(arguments), *sequential_lines(arguments), *task_lines(arguments)]
+    lines = [*coverage_lines(arguments), *before_lines(), *fixed_lines(), *sequential_lines(arguments)]
+    lines += [*other_lines(arguments), *task_lines(arguments)]
     seconds = time.process_time() - started
     text = "\n".join([*head(arguments, seconds), *lines, ""])
     if arguments.out:
@@ -66,29 +79,68 @@ def head(arguments: argparse.Namespace, seconds: float) -> list[str]:
     ]
 
 
-def samples(arguments: argparse.Namespace, tail: str, documents: int) -> tuple[Draws, np.random.Generator]:
-    rng = np.random.default_rng([arguments.seed, list(TAILS).index(tail), documents])
-    return draw(tail, documents, arguments.draws, NOISE, rng), rng
+def samples(
+    arguments: argparse.Namespace, tail: str, documents: int, kind: str = "mixed"
+) -> tuple[Draws, np.random.Generator]:
+    rng = np.random.default_rng([arguments.seed, list(TAILS).index(tail), documents, NOISES.index(kind)])
+    return draw(tail, documents, arguments.draws, NOISE, rng, kind), rng
 
 
 def coverage_lines(arguments: argparse.Namespace) -> list[str]:
-    """Coverage of each interval, and how often the truth lies above its upper bound; fills the cache of gate bounds."""
+    """Coverage of each interval, and how often the truth lies above its upper bound; fills the cache of bounds."""
     lines = ["", "## Coverage of the intervals, and share of draws with the truth above the upper bound", ""]
-    lines += [
-        "| tail | documents | " + " | ".join(f"{name}" for name in METHODS) + " |",
-        "|---|---:|" + "---:|" * len(METHODS),
-    ]
-    for tail in TAILS:
+    lines += [f"Reported by evalq: {' and '.join(REPORTED)}. The others were tried and are reported nowhere.", ""]
+    lines += ["| tail | documents | " + " | ".join(METHODS) + " |", "|---|---:|" + "---:|" * len(METHODS)]
+    for tail in MAIN_TAILS:
         for documents in DOCUMENTS:
             data, rng = samples(arguments, tail, documents)
             found = batch_intervals(data, CONFIDENCE, arguments.resamples, rng)
-            GATE[tail, documents] = found["gate"]
+            BOUNDS[tail, documents] = {name: found[name] for name in ("gate", "outer")}
             lines.append(f"| {tail} | {documents} | " + " | ".join(coverage(*found[name]) for name in METHODS) + " |")
             print(lines[-1], file=sys.stderr)
     return lines
 
 
-GATE: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]] = {}
+BOUNDS: dict[tuple[str, int], dict[str, tuple[np.ndarray, np.ndarray]]] = {}
+
+
+def before_lines() -> list[str]:
+    """Power and false passes of the interval that decided before, beside those of the gate."""
+    lines = ["", "## Before (outer) and after (gate), one look", ""]
+    lines += ["| tail | documents | interval | PASS at 0 % | PASS at 0.5 % | FAIL at 3 % | false pass | false fail |"]
+    lines += ["|---|---:|---|---:|---:|---:|---:|---:|"]
+    for (tail, documents), bounds in BOUNDS.items():
+        for name in ("outer", "gate"):
+            look = [(documents, *bounds[name])]
+            none, half, most = (rates(look, effect, TARGET, LIMIT) for effect in (0.0, 0.005, 0.03))
+            wrong = rates(look, TARGET, TARGET, LIMIT).passed, rates(look, LIMIT, TARGET, LIMIT).failed
+            power = (f"{100 * x:.1f}" for x in (none.passed, half.passed, most.failed))
+            cells = [tail, str(documents), name, *power, *(marked(x) for x in wrong)]
+            lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def marked(share: float) -> str:
+    return f"{100 * share:.2f}" if share <= 0.05 else f"**{100 * share:.2f}**"
+
+
+def other_lines(arguments: argparse.Namespace) -> list[str]:
+    """The gate in populations that its correction was not built on."""
+    lines = ["", "## Other populations: coverage, truth above the upper bound, truth below the lower bound", ""]
+    lines += ["| noise | tail | " + " | ".join(f"{count} documents" for count in DOCUMENTS) + " |"]
+    lines += ["|---|---|" + "---:|" * len(DOCUMENTS)]
+    for kind in NOISES:
+        for tail in TAILS if kind in ("mixed", "equal") else MAIN_TAILS:
+            if kind == "mixed" and tail in MAIN_TAILS:
+                continue
+            cells = [three(*gate_bounds(samples(arguments, tail, n, kind)[0], CONFIDENCE)) for n in DOCUMENTS]
+            lines.append(f"| {kind} | {tail} | " + " | ".join(cells) + " |")
+            print(lines[-1], file=sys.stderr)
+    return lines
+
+
+def three(low: np.ndarray, high: np.ndarray) -> str:
+    return f"{coverage(low, high)[:-1]}, {marked(float(np.mean(low > 0)))})"
 
 
 def coverage(low: np.ndarray, high: np.ndarray) -> str:
@@ -97,19 +149,18 @@ def coverage(low: np.ndarray, high: np.ndarray) -> str:
     return f"{word} (" + (f"{above:.1f}" if above <= 5.0 else f"**{above:.1f}**") + ")"
 
 
-def fixed_lines(arguments: argparse.Namespace) -> list[str]:
+def fixed_lines() -> list[str]:
     lines = ["", "## One look", "", *rate_head()]
-    for (tail, documents), bounds in GATE.items():
-        lines += rate_rows(tail, str(documents), [(documents, *bounds)])
+    for (tail, documents), bounds in BOUNDS.items():
+        lines += rate_rows(tail, str(documents), [(documents, *bounds["gate"])])
     return lines
 
 
 def sequential_lines(arguments: argparse.Namespace) -> list[str]:
     lines = ["", "## Several looks (alpha spent as the cube of the share of documents)", "", *rate_head()]
-    for tail in TAILS:
+    for tail in MAIN_TAILS:
         for looks in LOOKS:
-            data, rng = samples(arguments, tail, looks[-1])
-            bounds = sequential_bounds(data, looks, CONFIDENCE, 2 * arguments.resamples + 1, rng)
+            bounds = sequential_bounds(samples(arguments, tail, looks[-1])[0], looks, CONFIDENCE)
             lines += rate_rows(tail, "/".join(map(str, looks)), bounds)
             print(lines[-1], file=sys.stderr)
     return lines
@@ -136,9 +187,8 @@ def rate_rows(tail: str, documents: str, bounds: list[tuple[int, np.ndarray, np.
     for effect in EFFECTS:
         found = rates(bounds, effect, TARGET, LIMIT)
         wrong = [found.false_pass(TARGET, LIMIT), found.false_fail(LIMIT)]
-        marked = [f"{100 * x:.2f}" if x <= 0.05 else f"**{100 * x:.2f}**" for x in wrong]
         shares = [f"{100 * x:.1f}" for x in (found.passed, found.warned, found.inconclusive, found.failed)]
-        cells = [tail, documents, f"{100 * effect:.1f}", *shares, *marked, f"{found.documents:.0f}"]
+        cells = [tail, documents, f"{100 * effect:.1f}", *shares, *(marked(x) for x in wrong), f"{found.documents:.0f}"]
         rows.append("| " + " | ".join(cells) + " |")
     return rows
 
@@ -146,7 +196,7 @@ def rate_rows(tail: str, documents: str, bounds: list[tuple[int, np.ndarray, np.
 def task_lines(arguments: argparse.Namespace) -> list[str]:
     """Coverage of the intervals of task accuracies, over items that change sides with given rates."""
     lines = ["", "## Intervals of task accuracies", ""]
-    lines += ["| items | right to wrong % | wrong to right % | difference (Bonett-Price) | flips (Clopper-Pearson) |"]
+    lines += ["| items | right to wrong % | wrong to right % | difference (Tango) | flips (Wilson) |"]
     lines += ["|---:|---:|---:|---:|---:|"]
     rng = np.random.default_rng(arguments.seed)
     for items in (100, 817, 1000, 10_042):
@@ -160,9 +210,9 @@ def task_row(items: int, lost: float, won: float, counts: np.ndarray) -> str:
     inside = {"difference": 0, "flips": 0}
     pairs, repeats = np.unique(counts[:, :2], axis=0, return_counts=True)
     for (a, b), times in zip(pairs.tolist(), repeats.tolist(), strict=True):
-        low, high = bonett_price_interval(a, b, items, CONFIDENCE)
+        low, high = tango_interval(a, b, items, CONFIDENCE)
         inside["difference"] += times * (low <= won - lost <= high)
-        low, high = share_interval(a + b, items, CONFIDENCE)
+        low, high = wilson_interval(a + b, items, CONFIDENCE)
         inside["flips"] += times * (low <= lost + won <= high)
     shares = [100 * inside[name] / len(counts) for name in ("difference", "flips")]
     words = [f"{share:.1f}" if 93 <= share <= 97 else f"**{share:.1f}**" for share in shares]
