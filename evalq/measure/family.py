@@ -1,7 +1,7 @@
 """A worker with all its descendants, and the end of them: whoever dies first, none is left.
 
 Every descendant inherits an environment variable, so those that left the process group or lost their parent are found too.
-`python -m evalq.measure.family LEADER MARK` is the guard: it waits until evalq itself is gone, however it went, and ends them.
+Run as a script with LEADER and MARK, this file is the guard: it waits until evalq itself is gone, however it went, and ends them.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _send(process: psutil.Process, number: int) -> None:
 def start_guard(leader: int, mark: str) -> subprocess.Popen[bytes]:
     """A process that outlives this one by as long as it takes to end the family; it ends when its standard input does."""
     return subprocess.Popen(
-        [sys.executable, "-m", "evalq.measure.family", str(leader), mark],
+        [sys.executable, "-P", __file__, str(leader), mark],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -29,7 +29,7 @@ from evalq.measure.family import MARK, Family, start_guard, stop_guard
 from evalq.measure.worker import RECORD_FOLDER, WorkerSpec
 from evalq.records import Record, read_record, read_table, write_text
 
-WORKER = (sys.executable, "-m", "evalq.measure.worker")
+WORKER = (sys.executable, "-P", "-m", "evalq.measure.worker")  # -P: files of the current folder are no modules
 EXIT_GRACE_SECONDS = 120.0  # from the record event to the end of the process
 
 
@@ -64,7 +64,7 @@ def run_worker(
             stdout=subprocess.PIPE,
             stderr=log,
             start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", MARK: spec.run_id},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": _module_path(), MARK: spec.run_id},
         )
     family = Family(process.pid, spec.run_id)
     guard = start_guard(process.pid, spec.run_id)
@@ -77,6 +77,12 @@ def run_worker(
     if failure is not None:
         raise failure
     return _accept(spec, process.returncode)
+
+
+def _module_path() -> str:
+    """Where this evalq is, and what the caller set: the worker must be of the same evalq from whatever folder."""
+    here = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _follow(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import dataclasses
 import json
 import os
 import signal
@@ -281,6 +282,18 @@ def test_worker_dies_with_its_parent_without_any_guard(tmp_path: Path) -> None:
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_files_in_the_current_folder_are_no_modules(
+    tmp_path: Path, cell_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real worker, started in a folder whose files have the names of modules; it ends at the missing data."""
+    for name in ("json", "random", "psutil", "evalq"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('taken for a module')")
+    monkeypatch.chdir(tmp_path)
+    config = dataclasses.asdict(cell_config("baseline", "data=local", "data.root=/no/such/folder"))
+    with pytest.raises(ConfigError, match=r"data.root=/no/such/folder is not a folder"):
+        run_worker(dataclasses.replace(spec_in(tmp_path), config=config), Told(), 60.0, 60.0)
 
 
 def test_strangers_are_never_members() -> None:
