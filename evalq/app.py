@@ -87,6 +87,8 @@ def collect(arguments: list[str]) -> list[RunConfig]:
 
     program = hydra_main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(task)
     flags, overrides = split_flags(arguments)
+    if "-m" in flags and set(flags) & {"--cfg", "-c", "--info", "-i"}:
+        raise ConfigError("--cfg and --info print one config and -m asks for several; leave one of them out")
     with (
         _hydra_errors(),
         _arguments([*flags, *prepare(overrides, wanted=not flags or "-m" in flags)]),

@@ -157,6 +157,8 @@ def effective_scheme(quant: QuantConfig) -> str:
         silent += ["method", "clip_search"]
     if quant.origin == "checkpoint" and not quant.groups:
         silent.append("ignore")
+    if quant.kv_cache_dtype in ("bfloat16", "float16"):
+        silent.append("kv_scale_source")  # a 16-bit KV cache has no scales
     for key in silent:
         content.pop(key)
     groups = content.pop("groups")
@@ -242,7 +244,7 @@ def measure(cell: Prepared, watcher: Watcher, command: Sequence[str] = WORKER, r
         try:
             return _measure_anew(cell, source, identity, key, work, record_id, watcher, command)
         except (EvalqError, OSError) as error:
-            known = error if isinstance(error, EvalqError) else _disk_error(error)
+            known = error if isinstance(error, EvalqError) else disk_error(error)
             folder = _keep_failure(cell, identity, key, work, record_id, known)
             known.add_note(f"record: {folder}")
             raise known from error
@@ -397,9 +399,11 @@ def _keep_failure(
     return folder
 
 
-def _disk_error(error: OSError) -> MeasurementError:
+def disk_error(error: OSError) -> MeasurementError:
+    """A file that could not be read or written, in one sentence."""
     return MeasurementError(
-        f"writing failed: {error.strerror or error} ({error.filename or 'disk'}); free some space and run it again",
+        f"writing failed: {error.strerror or error} ({error.filename or 'disk'}); "
+        "free some space, or let paths.root or EVALQ_HOME name a folder that can be written, and run it again",
         "disk",
     )
 

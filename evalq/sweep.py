@@ -28,7 +28,17 @@ from evalq.errors import (
     MeasurementError,
 )
 from evalq.measure.launch import WORKER
-from evalq.pipeline import Measured, Prepared, as_baseline, effective_scheme, judge_cell, measure, prepare
+from evalq.pipeline import (
+    Measured,
+    Prepared,
+    as_baseline,
+    baseline_scheme,
+    disk_error,
+    effective_scheme,
+    judge_cell,
+    measure,
+    prepare,
+)
 from evalq.records import Estimate, Verdict
 from evalq.report.progress import QuietWatcher
 from evalq.tracking import Study, Tracker, open_tracker
@@ -123,6 +133,12 @@ def _prepare_all(configs: Sequence[RunConfig]) -> tuple[list[Prepared], dict[int
             problems.append(
                 f"{name} is the same as {seen[key]}: both have one effective config; leave one out or change its scheme"
             )
+        elif config.quant.name == "baseline" and not cell.is_baseline:
+            own = baseline_scheme(cell.config).kv_cache_dtype
+            problems.append(
+                f"scheme baseline is not the unquantised model (KV cache {config.quant.kv_cache_dtype}, the model's own is "
+                f"{own}); choose +quant=baseline with quant.kv_cache_dtype={own}, or give it another quant.name"
+            )
         elif cell.is_baseline and config.quant.name != "baseline":
             problems.append(
                 f"scheme {config.quant.name} changes nothing: its effective config is the baseline's; "
@@ -216,6 +232,7 @@ def _run_candidate(
         if baseline.error is not None or result.baseline is None:
             result.error = _without_baseline(baseline)
             return
+        result.measured = result.verdict = None  # an earlier look must not be judged again when this one fails
         _attempt(result, at_look, watcher, command, reuse=False)
         if result.measured is not None:
             _judge(result, at_look, result.baseline, result.measured, watcher)
@@ -308,6 +325,9 @@ def _kept(result: CellResult, watcher: QuietWatcher) -> Iterator[None]:
     except EvalqError as error:
         result.error, result.trace = error, traceback.format_exc()
         watcher.say(f"failed: {error}")
+    except OSError as error:
+        result.error, result.trace = disk_error(error), traceback.format_exc()
+        watcher.say(f"failed: {result.error}")
     except Exception as error:
         result.error = MeasurementError(
             f"an unexpected {type(error).__name__} ended this cell: {error}; please report it with its trace", "engine"

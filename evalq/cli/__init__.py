@@ -52,6 +52,12 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return EXIT_MEASUREMENT
+    except OSError as error:
+        text = f"{error.filename or 'a file'} cannot be used ({error.strerror or error}); is the disk full or the folder not one?"
+        print(f"evalq: {text}", file=sys.stderr)
+        if verb == "run":
+            print(json.dumps({"exit_code": EXIT_MEASUREMENT, "released": False, "error": text, "cells": []}))
+        return EXIT_MEASUREMENT
     except Exception:
         # Python's own exit code for a crash is 1, which here means that quality failed.
         traceback.print_exc()

@@ -6,10 +6,13 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from evalq.errors import EXIT_CONFIG, EXIT_PASS
+from evalq.errors import EXIT_CONFIG, EXIT_PASS, ConfigError
 
 if TYPE_CHECKING:
     from evalq.sweep import CellResult, SweepResult
+
+# Flags of Hydra that print and run nothing.
+PRINTS = ("--cfg", "-c", "--info", "-i", "--version", "--hydra-help", "--shell-completion", "-sc")
 
 HELP = """\
 evalq: which quantization may I ship for this model on this GPU, and what does it cost me?
@@ -53,6 +56,8 @@ def main(argv: list[str]) -> int:
 
     configs = collect(argv)
     if not configs:
+        if not any(argument.split("=")[0] in PRINTS for argument in argv):
+            raise ConfigError("nothing was chosen to run: the lists or patterns of this sweep name no cell")
         return EXIT_PASS
     from evalq.report.progress import watcher
     from evalq.sweep import run, summary

@@ -95,6 +95,12 @@ def unfinished(record: Record, side: str) -> list[str]:
     return problems
 
 
+def _same_cell(baseline: Record, candidate: Record) -> bool:
+    """Whether both were measured as one scheme, where equal values are no surprise; a name alone proves nothing."""
+    first, second = baseline.cell, candidate.cell
+    return first.quant == second.quant and first.is_baseline == second.is_baseline
+
+
 def same_applied_scheme(baseline: Record, candidate: Record) -> bool:
     """Whether the engine ended up with the same layer kernels, parameter dtypes and KV cache in both."""
     return baseline.applied is not None and baseline.applied == candidate.applied
@@ -110,7 +116,7 @@ def same_effective_config(baseline: Record, candidate: Record, documents: Docume
         return f"baseline and candidate are the same record {baseline.record_id}"
     if baseline.config_hash == candidate.config_hash:
         return f"baseline and candidate have the same effective config ({baseline.config_hash[:12]}): a duplicate"
-    if baseline.cell.quant == candidate.cell.quant:
+    if _same_cell(baseline, candidate):
         return None
     identical = documents is not None and np.array_equal(documents.baseline_nll, documents.candidate_nll)
     if identical and same_applied_scheme(baseline, candidate):
@@ -123,7 +129,7 @@ def same_effective_config(baseline: Record, candidate: Record, documents: Docume
 
 def identical_values(baseline: Record, candidate: Record, documents: DocumentPairs) -> str | None:
     """A warning when another scheme gives bit-identical values although the engine reports another state."""
-    if baseline.cell.quant == candidate.cell.quant:
+    if _same_cell(baseline, candidate):
         return None
     if not np.array_equal(documents.baseline_nll, documents.candidate_nll):
         return None

@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 import record_builder as rb
+from stub_worker import in_process, plan_command, starts
 
+from evalq import pipeline, sweep
 from evalq.cli import compare as compare_verb
 from evalq.cli import gate as gate_verb
 from evalq.cli import main
+from evalq.errors import ConfigError, MeasurementError
+from evalq.records import read_verdict
+from evalq.report.progress import QuietWatcher
 
 
 @pytest.fixture
@@ -80,3 +85,75 @@ def test_names_that_no_file_can_have(passed: list[str], capsys: pytest.CaptureFi
     assert "neither a path nor a record id" in capsys.readouterr().err
     assert main(["gate", "--baseline", "a\0b", "--candidate", passed[3]]) == 5
     assert "neither a path" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-m", "+model=smollm2-135m", "+quant=glob(zzz*)", "gpu=cpu"], "name no cell"),
+        (["-m", "--cfg", "job", "+model=smollm2-135m", "+quant=w4a16", "gpu=cpu"], "leave one of them out"),
+    ],
+)
+def test_a_sweep_of_nothing_is_no_success(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert json.loads(captured.out.splitlines()[-1])["released"] is False
+
+
+def test_a_later_look_that_fails_leaves_the_verdict_of_the_earlier_one(
+    tmp_path: Path, cell_config: Any, no_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record of the first look must not be judged again, against the baseline of the second."""
+    unclear = {"act": "record", "increase": 0.0149, "noise": 0.02, "documents": 20}
+    command = plan_command(tmp_path / "stub", {"act": "record", "documents": 20}, w4a16=unclear)
+    worker = in_process(command)
+
+    def failing_later(spec: Any, *rest: Any, **more: Any) -> Any:
+        if spec.cell.quant == "w4a16" and "w4a16" in starts(tmp_path / "stub"):
+            raise MeasurementError("out of memory", "oom")
+        return worker(spec, *rest, **more)
+
+    monkeypatch.setattr(pipeline, "run_worker", failing_later)
+    config = cell_config("w4a16", "gate.looks=[20,40]", "gate.extend=true")
+    cell = sweep.run([config], QuietWatcher(), command).cells[0]
+    assert cell.exit_code == 5
+    assert cell.verdict is None
+    verdicts = [read_verdict(file) for file in (tmp_path / "root").rglob("verdict.json")]
+    assert [verdict.status for verdict in verdicts] == ["INCONCLUSIVE"]
+
+
+@pytest.mark.parametrize(
+    ("quant", "override", "words"),
+    [
+        ("w4a16", "quant.name=baseline", "scheme baseline is not the unquantised model"),
+        ("fp8-kv", "quant.kv_cache_dtype=bfloat16", "changes nothing"),
+    ],
+)
+def test_a_scheme_is_what_it_does(cell_config: Any, no_checkpoint: Path, quant: str, override: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        sweep.run([cell_config(quant, override)], QuietWatcher(), ("false",))
+
+
+def test_a_store_that_is_a_file_is_one_sentence(
+    tmp_path: Path, cell_config: Any, no_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = cell_config("w4a16")
+    (tmp_path / "file").write_text("")
+    config.paths.root = str(tmp_path / "file")
+    cell = sweep.run([config], QuietWatcher(), ("false",)).cells[0]
+    assert cell.exit_code == 5
+    assert "EVALQ_HOME" in str(cell.error)
+    assert "report" not in str(cell.error)
+
+
+def test_an_error_of_the_disk_is_no_defect(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "/some/file")
+
+    monkeypatch.setattr("evalq.app.collect", full)
+    assert main(["+model=smollm2-135m", "+quant=w4a16"]) == 5
+    captured = capsys.readouterr()
+    assert "/some/file cannot be used (No space left on device)" in captured.err
+    assert "defect" not in captured.err
+    assert json.loads(captured.out.splitlines()[-1])["released"] is False

@@ -213,3 +213,12 @@ def test_a_record_without_tables_passes_nothing(tmp_path: Path) -> None:
     second = write_record(tmp_path / "c", rb.record("cand", rb.damaged(rows, 0.003)), {})
     assert judge(first, tmp_path / "b", second, tmp_path / "c", GateConfig()).status == "INVALID"
     assert np.isfinite(rows.nll).all()
+
+
+def test_a_scheme_called_baseline_is_still_suspect_with_identical_values(tmp_path: Path) -> None:
+    rows = rb.baseline_rows()
+    first = rb.write(tmp_path / "b", rb.record("baseline", rows), rows)
+    made = rb.record("cand", rows)
+    named = dataclasses.replace(made, cell=dataclasses.replace(made.cell, quant="baseline"))
+    second = rb.write(tmp_path / "c", named, rows)
+    assert judge(first, tmp_path / "b", second, tmp_path / "c", GateConfig()).status == "SUSPECT"
