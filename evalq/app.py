@@ -276,6 +276,8 @@ def _quoted_items(value: str) -> str:
 
 
 def _is_plain(part: str) -> bool:
+    if part.lower() == "null":
+        return part == "null"  # Hydra takes NULL for null too, and it is text
     return bool(PLAIN_TEXT.fullmatch(part)) and not NUMBER_LIKE.fullmatch(part)
 
 

@@ -108,7 +108,7 @@ def text_keys() -> list[str]:
 
 number_like = st.from_regex(r"[-+]?[0-9_.]{1,6}([eE][-+]?[0-9]{1,3})?", fullmatch=True)
 words = st.sampled_from(
-    ["true", "False", "yes", "ON", "off", "nan", "-inf", "Infinity", "None", "~", "0b1", "0o7", "1:30"]
+    ["true", "False", "yes", "ON", "off", "nan", "-inf", "Infinity", "None", "~", "0b1", "0o7", "1:30", "NULL"]
 )
 texts = st.text(string.ascii_letters + string.digits + " _-+./\\'\"{}[]()=:;#@!%&*<>?|^`", min_size=1, max_size=12)
 
