@@ -2,12 +2,13 @@
 
     OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 python jobs/bench/gate_simulation.py --draws 10000 --out reports/gate-simulation.md
 
-One core, a few minutes at 10,000 draws.
+One core, a few minutes at 10,000 draws. Needs evalq installed or the repository root on PYTHONPATH.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import sys
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from evalq import __version__
+from evalq.judge.fidelity import mean_estimate, quantile_estimate
 from evalq.judge.simulation import (
     EFFECTS,
     METHODS,
@@ -31,6 +33,7 @@ from evalq.judge.simulation import (
     sequential_bounds,
 )
 from evalq.judge.tasks import tango_interval, wilson_interval
+from evalq.plan.quantiles import normal_quantile
 
 MAIN_TAILS = ("normal", "t3", "skewed", "very skewed")
 DOCUMENTS = (10, 20, 62, 500)
@@ -49,7 +52,7 @@ def main() -> int:
     arguments = parser.parse_args()
     started = time.process_time()
     lines = [*coverage_lines(arguments), *before_lines(), *fixed_lines(), *sequential_lines(arguments)]
-    lines += [*other_lines(arguments), *task_lines(arguments)]
+    lines += [*other_lines(arguments), *task_lines(arguments), *fidelity_lines(arguments)]
     seconds = time.process_time() - started
     text = "\n".join([*head(arguments, seconds), *lines, ""])
     if arguments.out:
@@ -217,6 +220,43 @@ def task_row(items: int, lost: float, won: float, counts: np.ndarray) -> str:
     shares = [100 * inside[name] / len(counts) for name in ("difference", "flips")]
     words = [f"{share:.1f}" if 93 <= share <= 97 else f"**{share:.1f}**" for share in shares]
     return f"| {items} | {100 * lost:.0f} | {100 * won:.0f} | {words[0]} | {words[1]} |"
+
+
+QUANTILES = (0.5, 0.95, 0.99, 0.999)
+SPREADS = (0.3, 1.5)  # of ln(divergence): between documents, between tokens
+
+
+def fidelity_lines(arguments: argparse.Namespace) -> list[str]:
+    """Coverage of the means and quantiles of per-token values that are lognormal and alike within a document."""
+    draws = max(arguments.draws // 20, 1)
+    names = ["mean", "share of 2 %", *(f"quantile {q:g}" for q in QUANTILES)]
+    lines = ["", f"## Intervals of per-token figures ({draws} draws)", ""]
+    lines += ["| documents | " + " | ".join(names) + " |", "|---:|" + "---:|" * len(names)]
+    for documents in (20, 62, 500):
+        rng = np.random.default_rng([arguments.seed, documents])
+        inside = np.mean([fidelity_draw(documents, rng) for _ in range(draws)], axis=0)
+        words = (f"{100 * x:.1f}" if 0.93 <= x <= 0.97 else f"**{100 * x:.1f}**" for x in inside)
+        lines.append(f"| {documents} | " + " | ".join(words) + " |")
+        print(lines[-1], file=sys.stderr)
+    return lines
+
+
+def fidelity_draw(documents: int, rng: np.random.Generator) -> list[bool]:
+    """Whether each interval holds the truth, in one draw of documents of about 100 tokens, as uneven as wikitext-2's."""
+    tokens = np.maximum(np.exp(rng.normal(math.log(100.0), 1.06, documents)).astype(int), 5)
+    document = np.repeat(np.arange(documents), tokens)
+    scale = math.hypot(*SPREADS)
+    logs = rng.normal(0.0, SPREADS[0], documents)[document] + rng.normal(0.0, SPREADS[1], len(document))
+    values = np.exp(logs)
+    rare = (logs > scale * normal_quantile(0.98)).astype(np.float64)
+    found = [
+        (mean_estimate("mean", values, document, CONFIDENCE), math.exp(scale**2 / 2.0)),
+        (mean_estimate("share", rare, document, CONFIDENCE), 0.02),
+    ]
+    for q in QUANTILES:
+        truth = math.exp(scale * normal_quantile(q))
+        found.append((quantile_estimate("quantile", values, document, q, CONFIDENCE), truth))
+    return [e.low is not None and e.high is not None and e.low <= truth <= e.high for e, truth in found]
 
 
 if __name__ == "__main__":
