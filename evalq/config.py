@@ -179,7 +179,7 @@ class GateConfig:
     confidence: float = 0.95
     strict: bool = False  # true: PASS with a warning becomes FAIL
     suspect_improvement: str = "2.0%"  # better than the baseline by more than this and than noise = SUSPECT
-    min_documents: int = 10
+    min_documents: int = 20  # below it the interval does not hold its error rate under skewed damage
     required_tasks: list[str] = field(
         default_factory=lambda: ["wikitext", "hellaswag", "truthfulqa_mc1", "truthfulqa_mc2"]
     )
