@@ -148,6 +148,7 @@ class TasksConfig:
     choice_window: int = 2048  # tokens
     topk: int = 0  # log-probabilities kept per scored token for fidelity; 0 = target and top-1 only
     keep_tokens: bool = True  # per-token log-probabilities of the perplexity documents
+    keep_texts: bool = True  # questions, answers and token texts, so that `evalq inspect` can show what changed
     request_order: str = (
         "forward"  # forward | reverse: order in which sequences are fed; must not matter (the A/A floor)
     )
@@ -278,6 +279,7 @@ def config_hash(config: RunConfig) -> str:
     data = dataclasses.asdict(config)
     for key in ("paths", "tracking", "gate", "progress", "reuse_baseline", "aa"):
         data.pop(key)
+    data["tasks"].pop("keep_texts")  # decides what people can read afterwards, nothing that is measured
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 

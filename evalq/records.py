@@ -6,6 +6,8 @@ A record folder holds
     documents.parquet   one row per perplexity document (DOCUMENT_SCHEMA)
     items.parquet       one row per task item and metric (ITEM_SCHEMA)
     tokens.parquet      one row per scored token of the perplexity documents (TOKEN_SCHEMA); optional
+    texts.parquet       what each item asked, and how each document begins (TEXT_SCHEMA); optional
+    pieces.parquet      the text of each token id in tokens.parquet (PIECE_SCHEMA); optional
     engine.log  config.yaml  verdict.json (written later, by the judge)
 
 Tables are referred to by name and sha256, so a table that was swapped or cut is found. Reading a record never runs code.
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 RECORD_FILE = "record.json"
 VERDICT_FILE = "verdict.json"
-TABLES = ("documents", "items", "tokens")
+TABLES = ("documents", "items", "tokens", "texts", "pieces")
 
 Scalar = str | int | float | bool | None
 STATUSES = ("complete", "invalid", "failed")
@@ -430,7 +432,35 @@ def token_schema() -> pa.Schema:
     )
 
 
-SCHEMAS = {"documents": document_schema, "items": item_schema, "tokens": token_schema}
+def text_schema() -> pa.Schema:
+    """texts.parquet: what an item asked and what could be answered, for people; a document's beginning has no choices."""
+    import pyarrow as pa
+
+    return pa.schema(
+        [
+            ("task", pa.string()),
+            ("id", pa.int64()),  # item_id or doc_id
+            ("prompt", pa.string()),
+            ("choices", pa.list_(pa.string())),
+            ("response", pa.string()),  # what the model wrote, for tasks that generate; else null
+        ]
+    )
+
+
+def piece_schema() -> pa.Schema:
+    """pieces.parquet: the text of a token id; a token that is part of a character reads as U+FFFD."""
+    import pyarrow as pa
+
+    return pa.schema([("token_id", pa.int32()), ("piece", pa.string())])
+
+
+SCHEMAS = {
+    "documents": document_schema,
+    "items": item_schema,
+    "tokens": token_schema,
+    "texts": text_schema,
+    "pieces": piece_schema,
+}
 
 
 def read_table(folder: Path | str, record: Record, name: str) -> pa.Table | None:

@@ -168,7 +168,7 @@ def test_records_hold_every_measurement(records: tuple[Record, Record], resumed:
         assert [task.n for task in record.tasks.values()] == [6, 6, 3, 3]
         assert all(task.left_out == task.truncated == 0 for task in record.tasks.values())
         assert all(value is not None for task in record.tasks.values() for value in task.metrics.values())
-        assert set(record.tables) == {"documents", "items", "tokens"}
+        assert set(record.tables) == {"documents", "items", "tokens", "texts", "pieces"}
         assert all(load.valid and load.output_tokens_per_second > 0 for load in record.loads.values())  # type: ignore[operator]
         assert record.engine_settings["scorer"] == "hook"
         folder = Path(resumed.answer["cells"][0][place])

@@ -245,6 +245,7 @@ def _score_group(
     """Score one group of tasks and keep the result on disk at once."""
     from evalq.measure.tables import document_rows, item_tables, merge_metrics, token_table
     from evalq.measure.tasks import EngineLM, dataset_hash, harness_version, metric_values, run_tasks
+    from evalq.measure.texts import kept_texts
 
     lm = EngineLM(
         engine,
@@ -288,6 +289,8 @@ def _score_group(
     tables = item_tables(documents, {name: results["samples"][name] for name in tasks if not _is_rolling(tasks[name])})
     if config.tasks.keep_tokens and lm.documents:
         tables["tokens"] = token_table(lm.documents)
+    if config.tasks.keep_texts:
+        tables |= kept_texts({name: results["samples"][name] for name in tasks}, tables.get("tokens"), lm.tokenizer)
     _write_done(work, group, reuse_key, scores, identity, tables)
     events.send("scored", group=group, metrics={name: score.metrics for name, score in scores.items()})
     return scores, identity, tables

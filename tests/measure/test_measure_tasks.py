@@ -20,6 +20,7 @@ from evalq.measure import data, tasks
 from evalq.measure.data import find_sources, task_overrides
 from evalq.measure.tables import document_rows, item_tables, merge_metrics, token_table
 from evalq.measure.tasks import EngineLM, _cut_to_window, load_tasks, metric_values, run_tasks, sample_rows
+from evalq.measure.texts import kept_texts
 
 BOS, EOS = 0, 1
 
@@ -314,6 +315,22 @@ def test_item_rows_average_to_lm_evals_figures(embedded: dict[str, Any], name: s
         assert found[metric] == pytest.approx(float(np.mean(values)))
     assert {row["metric"] for row in rows} == set(metrics)
     assert set(item_tables([], {name: results["samples"][name]})) == {"items"}
+
+
+def test_texts_are_the_items_own(embedded: dict[str, Any]) -> None:
+    """From lm-eval's real samples: prompt, every answer, the beginning of a document."""
+    names = ["wikitext", "hellaswag", "truthfulqa_mc2"]
+    _, results = evaluate(embedded, names, 3)
+    table = kept_texts({name: results["samples"][name] for name in names}, None, None)["texts"]
+    rows = {(row["task"], row["id"]): row for row in table.to_pylist()}
+    item = data.read_rows(find_sources_of("hellaswag"))[1]
+    assert (rows["hellaswag", 1]["prompt"], rows["hellaswag", 1]["choices"]) == (item["query"], item["choices"])
+    question = data.read_rows(find_sources_of("truthfulqa_mc2"))[0]
+    assert question["question"] in rows["truthfulqa_mc2", 0]["prompt"]
+    assert rows["truthfulqa_mc2", 0]["choices"] == question["mc2_targets"]["choices"]
+    page = data.read_rows(find_sources_of("wikitext"))[2]["page"]
+    assert rows["wikitext", 2]["prompt"][:50] == page[:50]
+    assert {row["response"] for row in rows.values()} == {None}
 
 
 @pytest.mark.parametrize("name", ["hellaswag", "truthfulqa_mc1"])
