@@ -35,9 +35,10 @@ DEFAULT_BLOCK_TOKENS = 16
 
 # Margins, stated rather than computed. Source: one H200, Llama-3-8B shapes, vLLM at utilisation 0.5: of 69.9 GiB,
 # 2.0 GiB were neither weights nor KV pool, of which the activations of a step of 16,384 tokens (the engine's default
-# there) are 1.6 GiB by the formula below. That of several GPUs is a guess of ours, not measured.
+# there) are 1.6 GiB by the formula below. Two H200 with Llama-3-70B shapes (TP 2, eager, vLLM 0.26) report 0.07 GiB per
+# GPU outside of torch's allocator.
 CONTEXT_BYTES = round(0.35 * GIB)  # CUDA or HIP context and libraries, per GPU
-COMMUNICATION_BYTES = round(0.6 * GIB)  # NCCL or RCCL buffers and all-reduce workspaces, per GPU of several
+COMMUNICATION_BYTES = round(0.07 * GIB)  # NCCL or RCCL buffers and all-reduce workspaces, per GPU of several
 GRAPH_BYTES = round(0.3 * GIB)  # captured graphs, per GPU; none when enforce_eager
 HEADER_ENTRY_BYTES = 52  # safetensors' JSON for one tensor beside its name, shape and offsets
 
