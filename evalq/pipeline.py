@@ -21,6 +21,7 @@ from pathlib import Path
 from evalq.config import QuantConfig, RunConfig, config_hash
 from evalq.errors import ConfigError, EvalqError, InfeasibleError, MeasurementError
 from evalq.facts.gpus import detect, gpu_facts
+from evalq.judge.seal import seal, seal_key, why_unsealed
 from evalq.measure import data
 from evalq.measure.cells import CellLock, find_baseline, keep_record
 from evalq.measure.device import check_device_clean
@@ -99,6 +100,7 @@ def prepare(config: RunConfig) -> Prepared:
     from evalq.plan.memory import predict_ledger
     from evalq.plan.settings import with_needs
 
+    seal_key()  # a key that cannot be used is said before anything is measured
     policy = checked_policy(config.gate)
     _check_lengths(config)
     sources = data.find_sources(config)
@@ -236,7 +238,7 @@ def measure(cell: Prepared, watcher: Watcher, command: Sequence[str] = WORKER, r
     key = reuse_key(cell, identity)
     with CellLock(cell.places.records, key, watcher):
         stored = find_baseline(cell.places.records, key) if reuse else None
-        if stored is not None:
+        if stored is not None and _is_trusted(stored[1]):
             watcher.stage("reuse", f"using the stored record {stored[0].record_id}")
             return Measured(*stored, reused=True)
         work = cell.places.records / ".work" / key[:24]
@@ -248,6 +250,12 @@ def measure(cell: Prepared, watcher: Watcher, command: Sequence[str] = WORKER, r
             folder = _keep_failure(cell, identity, key, work, record_id, known)
             known.add_note(f"record: {folder}")
             raise known from error
+
+
+def _is_trusted(folder: Path) -> bool:
+    """Whether a stored record may be used again: where records are sealed, only one whose seal holds."""
+    secret = seal_key()
+    return secret is None or why_unsealed(folder, secret) is None
 
 
 def _measure_anew(
@@ -279,6 +287,9 @@ def _measure_anew(
     )
     record = _run_past_busy_port(spec, cell, watcher, command)
     folder = keep_record(cell.places.records, work, record, composed_yaml(cell.config))
+    secret = seal_key()
+    if secret is not None:
+        seal(folder, secret)
     return Measured(record, folder, reused=False)
 
 

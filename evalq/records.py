@@ -8,7 +8,7 @@ A record folder holds
     tokens.parquet      one row per scored token of the perplexity documents (TOKEN_SCHEMA); optional
     texts.parquet       what each item asked, and how each document begins (TEXT_SCHEMA); optional
     pieces.parquet      the text of each token id in tokens.parquet (PIECE_SCHEMA); optional
-    engine.log  config.yaml  verdict.json (written later, by the judge)
+    engine.log  config.yaml  verdict.json (written later, by the judge)  record.seal (where EVALQ_SEAL_KEY is set)
 
 Tables are referred to by name and sha256, so a table that was swapped or cut is found. Reading a record never runs code.
 """
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 RECORD_FILE = "record.json"
 VERDICT_FILE = "verdict.json"
+SEAL_FILE = "record.seal"  # an HMAC over record.json, where the measuring machine holds a key (evalq.judge.seal)
 TABLES = ("documents", "items", "tokens", "texts", "pieces")
 
 Scalar = str | int | float | bool | None
@@ -200,6 +201,7 @@ class Verdict:
     allowed_differences: list[str]
     evalq_version: str
     created_at: str
+    inputs: dict[str, str] = field(default_factory=dict)  # sha256 of record.json of both sides and of the policy file
 
 
 T = TypeVar("T")

@@ -5,21 +5,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import traceback
 from pathlib import Path
 
-from evalq.cli.locate import find_record, records_root
+from evalq.cli.judging import add_arguments, disagreement, judged
 from evalq.config import GateConfig
-from evalq.errors import EXIT_MEASUREMENT, ConfigError, EvalqError, RecordError
-from evalq.judge.floor import read_floor
-from evalq.judge.gate import contradiction, judge, no_verdict
-from evalq.judge.policy import checked_policy, read_policy
+from evalq.errors import EXIT_MEASUREMENT, RecordError
+from evalq.judge.gate import contradiction, no_verdict
 from evalq.records import VERDICT_FILE, Verdict, read_verdict, to_json, write_text
 
 FORMATS = ("text", "json", "junit", "markdown")
+JUNIT_FILE = "junit.xml"
+MARKDOWN_FILE = "verdict.md"
 EPILOG = """\
 exit codes: 0 pass, 1 quality fail, 2 usage or config, 3 inconclusive or suspect, 5 nothing measured that can be judged.
-Only 0 releases. Behind a pipe the exit code is lost: use --out DIR, then `evalq gate --verdict DIR` in the next step.
+Only 0 releases. Behind a pipe the exit code is lost: use --out DIR, then in the next step the same command with
+--verdict DIR instead of --out DIR: it judges again and ends 0 only when that gives the verdict that lies in DIR.
 """
 
 
@@ -28,16 +28,15 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="evalq gate", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    where = "record folder, record.json, record id or MLflow run id"
-    made.add_argument("--baseline", metavar="R", help=where)
-    made.add_argument("--candidate", metavar="R", help=where)
-    made.add_argument("--policy", metavar="FILE", help="YAML of gate keys, or a name in conf/gate (default: default)")
-    made.add_argument("--allow", metavar="FIELD", action="append", default=[], help="fingerprint field that may differ")
-    made.add_argument("--records", metavar="DIR", help="where record ids are looked up (default: $EVALQ_HOME/records)")
-    made.add_argument("--tracking-uri", metavar="URI", help="MLflow store of run ids")
+    add_arguments(made)
     made.add_argument("--format", choices=FORMATS, default="text", help="what is printed (default: text)")
-    made.add_argument("--out", metavar="DIR", help=f"folder that {VERDICT_FILE} is written to")
-    made.add_argument("--verdict", metavar="DIR", help=f"judge nothing: read {VERDICT_FILE} and end with its exit code")
+    made.add_argument("--out", metavar="DIR", help=f"folder for {VERDICT_FILE}, {JUNIT_FILE} and {MARKDOWN_FILE}")
+    made.add_argument(
+        "--verdict",
+        metavar="DIR",
+        help=f"check {VERDICT_FILE} of an earlier --out: with --baseline and --candidate by judging again, else only "
+        "for contradictions",
+    )
     return made
 
 
@@ -65,48 +64,36 @@ def _forget_verdict(argv: list[str]) -> None:
     with contextlib.suppress(argparse.ArgumentError, SystemExit, OSError):
         folder = only_out.parse_known_args(argv)[0].out
         if folder:
-            (Path(folder) / VERDICT_FILE).unlink(missing_ok=True)
+            _forget(Path(folder))
+
+
+def _forget(folder: Path) -> None:
+    """Remove what an earlier gate left, so that a step that reads it after a crash finds nothing, or an error."""
+    (folder / VERDICT_FILE).unlink(missing_ok=True)
+    if (folder / JUNIT_FILE).exists() or (folder / MARKDOWN_FILE).exists():
+        _write_reports(folder, no_verdict(["the gate did not finish"], GateConfig()))
+
+
+def _write_reports(folder: Path, verdict: Verdict) -> None:
+    from evalq.report.junit import verdict_junit
+    from evalq.report.markdown import verdict_markdown
+
+    write_text(folder / JUNIT_FILE, verdict_junit(verdict))
+    write_text(folder / MARKDOWN_FILE, verdict_markdown(verdict))
 
 
 def _judge_and_write(arguments: argparse.Namespace) -> int:
-    file = Path(arguments.out) / VERDICT_FILE if arguments.out else None
-    if file is not None:
-        file.unlink(missing_ok=True)  # the next step must never read the verdict of an earlier run
-    verdict = _verdict(arguments)
-    if file is not None:
-        write_text(file, to_json(verdict) + "\n")
+    folder = Path(arguments.out) if arguments.out else None
+    if folder is not None:
+        (folder / VERDICT_FILE).unlink(missing_ok=True)
+        # A CI system that finds no JUnit file, or an empty one, may show green: an error lies there until there is more.
+        _write_reports(folder, no_verdict(["the gate did not finish"], GateConfig()))
+    verdict = judged(arguments).verdict
+    if folder is not None:
+        _write_reports(folder, verdict)
+        write_text(folder / VERDICT_FILE, to_json(verdict) + "\n")
     show(verdict, arguments.format)
     return verdict.exit_code
-
-
-def _verdict(arguments: argparse.Namespace) -> Verdict:
-    policy = GateConfig()
-    try:
-        if not (arguments.baseline and arguments.candidate):
-            raise ConfigError("--baseline and --candidate are both needed; see evalq gate --help")
-        policy = read_policy(arguments.policy or "default")
-        checked_policy(policy)
-        return _judge_named(arguments, policy)
-    except ConfigError as error:
-        return no_verdict(list(error.problems), policy, exit_code=error.exit_code)
-    except EvalqError as error:
-        return no_verdict([str(error)], policy)
-    except Exception as error:  # a bug here must not end as 1, which means "quality fail"
-        traceback.print_exc()
-        return no_verdict([f"the judge itself failed ({type(error).__name__}: {error}); please report this"], policy)
-
-
-def _judge_named(arguments: argparse.Namespace, policy: GateConfig) -> Verdict:
-    root = records_root(arguments.records)
-    found = []
-    for side, name in (("baseline", arguments.baseline), ("candidate", arguments.candidate)):
-        try:
-            found.append(find_record(name, root, arguments.tracking_uri))
-        except RecordError as error:
-            raise RecordError(f"no {side}: {error}") from error
-    (baseline, baseline_folder), (candidate, candidate_folder) = found
-    floor = read_floor(root, baseline, policy.metric)
-    return judge(baseline, baseline_folder, candidate, candidate_folder, policy, arguments.allow, floor)
 
 
 def _from_file(arguments: argparse.Namespace) -> int:
@@ -116,8 +103,16 @@ def _from_file(arguments: argparse.Namespace) -> int:
         print(f"evalq gate: {error}", file=sys.stderr)
         return EXIT_MEASUREMENT
     problem = contradiction(verdict)
+    if problem is None and (arguments.baseline or arguments.candidate):
+        stored, verdict = verdict, judged(arguments).verdict
+        problem = disagreement(stored, verdict)
+        if problem is not None:
+            show(verdict, "text")
     if problem:
-        print(f"evalq gate: the verdict in {arguments.verdict} is damaged or was edited: {problem}", file=sys.stderr)
+        print(
+            f"evalq gate: the verdict in {arguments.verdict} is damaged, was edited or is of another run: {problem}",
+            file=sys.stderr,
+        )
         return EXIT_MEASUREMENT
     show(verdict, arguments.format)
     return verdict.exit_code

@@ -8,6 +8,7 @@ import re
 import tempfile
 from pathlib import Path
 
+from evalq.cli.fetch import fetch_record, refuse_ineligible
 from evalq.errors import MissingExtraError, RecordError
 from evalq.records import RECORD_FILE, Record, read_record
 
@@ -31,6 +32,8 @@ def find_record(name: str, root: Path, tracking_uri: str | None = None) -> tuple
         raise RecordError("no record was named; give a record folder, a record.json, a record id or an MLflow run id")
     path = Path(name)
     if _is_there(path):
+        if path.is_file() and path.name != RECORD_FILE:  # seal and digest are of record.json, whatever lies beside it
+            raise RecordError(f"{path} is no record; give a record folder or its {RECORD_FILE}")
         return read_record(path), path if path.is_dir() else path.parent
     folder = _by_record_id(name, root)
     if folder is None and RUN_ID.fullmatch(name):
@@ -48,30 +51,37 @@ def _is_there(path: Path) -> bool:
 
 
 def _by_record_id(name: str, root: Path) -> Path | None:
-    if _is_there(root / name / RECORD_FILE):
-        return root / name
+    found = []
     for file in sorted(root.glob(f"**/{RECORD_FILE}")):
         try:
             data = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             continue  # a damaged record elsewhere is no reason to refuse this one
         if isinstance(data, dict) and data.get("record_id") == name:
-            return file.parent
-    return None
+            found.append(file.parent)
+    if len(found) > 1:
+        folders = ", ".join(str(folder) for folder in found)
+        raise RecordError(f"the record id {name} is in {len(found)} folders ({folders}); give the folder that is meant")
+    return found[0] if found else None
 
 
 def _from_mlflow(run_id: str, root: Path, tracking_uri: str | None) -> Path:
     """Download the artifact folder record/ of a run. Errors: RecordError when the run or its record is not there."""
+    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(root.parent / 'mlflow.db').resolve()}"
+    target = tempfile.mkdtemp(prefix="evalq-record-")
+    if uri.startswith(("http://", "https://")):
+        return fetch_record(run_id, uri, Path(target))
     try:
         import mlflow
     except ImportError as error:
         raise MissingExtraError(f"reading the MLflow run {run_id}", "mlflow", "measure") from error
-    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(root.parent / 'mlflow.db').resolve()}"
-    target = tempfile.mkdtemp(prefix="evalq-record-")
     try:
+        refuse_ineligible(run_id, mlflow.MlflowClient(tracking_uri=uri).get_run(run_id).data.tags)
         found = mlflow.artifacts.download_artifacts(
             run_id=run_id, artifact_path="record", dst_path=target, tracking_uri=uri
         )
+    except RecordError:
+        raise
     except Exception as error:
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RecordError(

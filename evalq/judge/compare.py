@@ -65,7 +65,11 @@ def _estimates(sides: tuple[Tables, Tables], task: str, confidence: float, notes
         if metric.endswith("_stderr"):
             continue
         pairs = item_pairs(*sides, task, metric)
-        found.append(accuracy_difference(pairs, task, metric, confidence))
+        try:
+            found.append(accuracy_difference(pairs, task, metric, confidence))
+        except ValueError as error:
+            notes.append(f"no interval for {task} {metric}: {error}")
+            continue
         if is_binary(pairs):
             found.append(flips(pairs, task, metric, confidence))
     return found
@@ -77,7 +81,11 @@ def _perplexities(sides: tuple[Tables, Tables], confidence: float, notes: list[s
     notes += [same] if same else []
     found = []
     for metric, unit in METRIC_UNITS.items():
-        estimate = ratio(pairs.d, pairs.counts[unit])
+        try:
+            estimate = ratio(pairs.d, pairs.counts[unit])
+        except ValueError as error:
+            notes.append(f"no interval for {metric}: {error}")
+            continue
         low, high = estimate.interval(confidence)
         n, method = estimate.clusters, estimate.method
         found.append(as_increase(f"{metric}_increase", estimate.value, low, high, confidence, n, method))

@@ -41,7 +41,10 @@ def aa_floor(
     if problems:
         raise RecordError(f"not an A/A pair: {'; '.join(problems)}")
     pairs = document_pairs(Tables.read(first, first_folder), Tables.read(second, second_folder), PERPLEXITY_TASK)
-    found = ratio(pairs.d, pairs.counts[METRIC_UNITS[metric]])
+    try:
+        found = ratio(pairs.d, pairs.counts[METRIC_UNITS[metric]])
+    except ValueError as error:
+        raise RecordError(f"no A/A floor of {metric}: {error}") from error
     low, high = found.interval(confidence)
     return as_increase(f"{metric}_aa_floor", found.value, low, high, confidence, found.clusters, found.method)
 

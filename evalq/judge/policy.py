@@ -129,7 +129,7 @@ def read_policy(path: Path | str) -> GateConfig:
 
     file = Path(path)
     try:
-        file = _policy_file(file)
+        file = policy_file(file)
         text = file.read_text(encoding="utf-8")
         data = yaml.safe_load(text)
         repeated = _repeated_key(yaml.compose(text, Loader=yaml.SafeLoader), set())
@@ -163,7 +163,7 @@ def _repeated_key(node: Any, seen: set[int]) -> str | None:
     return next((found for child in children if (found := _repeated_key(child, seen))), None)
 
 
-def _policy_file(given: Path) -> Path:
+def policy_file(given: Path) -> Path:
     """The file itself, or conf/gate/NAME.yaml of evalq for a bare name."""
     if given.suffix or given.exists() or len(given.parts) != 1:
         return given

@@ -18,7 +18,10 @@ def verdict_markdown(verdict: Verdict) -> str:
         lines.append("")
     lines += [f"- {_plain(reason)}" for reason in verdict.reasons]
     ids = f"baseline `{_code(verdict.baseline_id)}`, candidate `{_code(verdict.candidate_id)}`"
-    lines += ["", f"{ids}; exit code {verdict.exit_code}; evalq {verdict.evalq_version}, {verdict.created_at}", ""]
+    lines += ["", f"{ids}; exit code {verdict.exit_code}; evalq {verdict.evalq_version}, {verdict.created_at}"]
+    if verdict.inputs:
+        lines += ["", "; ".join(f"{name} `{_code(value)}`" for name, value in verdict.inputs.items())]
+    lines.append("")
     return "\n".join(lines)
 
 
@@ -26,7 +29,7 @@ def _plain(text: str) -> str:
     """Text that cannot break a table or start a tag."""
     for mark in ("\\", "|", "<", "`", "*", "[", "]"):
         text = text.replace(mark, "\\" + mark)
-    return text.replace("\r", " ").replace("\n", " ")
+    return text.replace("@", "@\u200b").replace("\r", " ").replace("\n", " ")  # and no text may call people by @name
 
 
 def _code(text: str | None) -> str:

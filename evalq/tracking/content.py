@@ -13,13 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from evalq.errors import RecordError
-from evalq.records import RECORD_FILE, TABLES, VERDICT_FILE, Estimate, Record, Verdict, file_sha256, read_verdict
+from evalq.records import (
+    RECORD_FILE,
+    SEAL_FILE,
+    TABLES,
+    VERDICT_FILE,
+    Estimate,
+    Record,
+    Verdict,
+    file_sha256,
+    read_verdict,
+)
 
 CONFIG_FILE = "config.yaml"
 ARTIFACT_FOLDER = "record"
 ARTIFACT_FILES = (
     RECORD_FILE,
     VERDICT_FILE,
+    SEAL_FILE,
     CONFIG_FILE,
     "engine.log",
     *(f"{name}.parquet" for name in TABLES),

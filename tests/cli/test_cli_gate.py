@@ -14,6 +14,7 @@ import record_builder as rb
 
 from evalq.cli import compare as compare_verb
 from evalq.cli import gate as gate_verb
+from evalq.cli import judging
 from evalq.records import read_verdict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,7 +93,7 @@ def test_a_bug_in_the_judge_is_not_a_quality_fail(
     def fall_over(*_: object) -> None:
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr(gate_verb, "judge", fall_over)
+    monkeypatch.setattr(judging, "judge", fall_over)
     arguments = ["--baseline", "baseline-id", "--candidate", "good-id", "--records", str(records)]
     assert gate_verb.main(arguments) == 5
     assert "the judge itself failed" in capsys.readouterr().out

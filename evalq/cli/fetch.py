@@ -1,0 +1,90 @@
+"""A record from an MLflow server over its REST interface: the gate in CI needs no mlflow package.
+
+Source: MLflow's REST API 2.0 (runs/get) and the server's get-artifact, as of MLflow 3.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from evalq.errors import RecordError
+from evalq.records import RECORD_FILE, SEAL_FILE, TABLES, VERDICT_FILE, read_record
+
+TIMEOUT_SECONDS = 60.0
+OPTIONAL_FILES = (SEAL_FILE, VERDICT_FILE, "config.yaml")
+
+
+def fetch_record(run_id: str, uri: str, target: Path) -> Path:
+    """Download the artifact folder record/ of a run into `target`. Errors: RecordError in one sentence."""
+    server = uri.rstrip("/")
+    try:
+        answer = _ask(f"{server}/api/2.0/mlflow/runs/get?{urllib.parse.urlencode({'run_id': run_id})}")
+        run: dict[str, Any] = json.loads(answer)["run"]
+        refuse_ineligible(run_id, {tag["key"]: tag["value"] for tag in run["data"].get("tags", [])})
+        _download(server, run_id, RECORD_FILE, target)
+        for name in [f"{table}.parquet" for table in TABLES if table in read_record(target).tables]:
+            _download(server, run_id, name, target)
+        for name in OPTIONAL_FILES:
+            _download(server, run_id, name, target, optional=True)
+    except urllib.error.HTTPError as error:
+        raise RecordError(f"no record in MLflow run {run_id} at {uri}: {_why(error)}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecordError(
+            f"MLflow run {run_id} at {uri} cannot be read ({error}); is the tracking URI right?"
+        ) from error
+    return target
+
+
+def refuse_ineligible(run_id: str, tags: dict[str, str]) -> None:
+    """Errors: RecordError for a run whose files MLflow did not take whole, or whose measurement did not end well."""
+    if tags.get("evalq.gate_eligible") == "false":
+        raise RecordError(
+            f"MLflow run {run_id} may not be judged (evalq.gate_eligible=false: {tags.get('evalq.artifacts', 'unknown')}, "
+            f"status {tags.get('evalq.status', 'unknown')}); run evalq sync where it was measured, or measure it anew"
+        )
+
+
+def _why(error: urllib.error.HTTPError) -> str:
+    if error.code in (401, 403):
+        return f"the server refused the login ({error.code}); set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+    return f"the server answered {error.code}; is the tracking URI right?"
+
+
+def _download(server: str, run_id: str, name: str, target: Path, optional: bool = False) -> None:
+    query = urllib.parse.urlencode({"run_id": run_id, "run_uuid": run_id, "path": f"record/{name}"})
+    try:
+        with _open(f"{server}/get-artifact?{query}") as answer, open(target / name, "wb") as file:
+            shutil.copyfileobj(answer, file)
+    except urllib.error.HTTPError as error:
+        if optional and error.code in (400, 404, 500):  # MLflow has several answers for a file that is not there
+            (target / name).unlink(missing_ok=True)
+            return
+        raise
+
+
+def _ask(address: str) -> bytes:
+    with _open(address) as answer:
+        return bytes(answer.read())
+
+
+def _open(address: str) -> Any:
+    return urllib.request.urlopen(urllib.request.Request(address, headers=_login()), timeout=TIMEOUT_SECONDS)
+
+
+def _login() -> dict[str, str]:
+    """Headers of MLflow's own variables: a bearer token, or user and password."""
+    token, user = os.environ.get("MLFLOW_TRACKING_TOKEN"), os.environ.get("MLFLOW_TRACKING_USERNAME")
+    if token:
+        return {"Authorization": f"Bearer {token}"}
+    if user:
+        pair = f"{user}:{os.environ.get('MLFLOW_TRACKING_PASSWORD', '')}"
+        return {"Authorization": "Basic " + base64.b64encode(pair.encode()).decode()}
+    return {}
