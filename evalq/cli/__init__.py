@@ -19,6 +19,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "quantize": ("evalq.cli.quantize", "make a checkpoint and nothing else"),
     "gate": ("evalq.cli.gate", "judge a candidate record against a baseline record"),
     "compare": ("evalq.cli.compare", "two records side by side"),
+    "report": ("evalq.cli.report", "a study as one page for people: HTML and Markdown, from records"),
+    "inspect": ("evalq.cli.inspect", "what changed: flipped items, worst documents and tokens in their context"),
     "explain": ("evalq.cli.explain", "what an engine's error text means and what to do"),
     "ui": ("evalq.cli.ui", "MLflow's pages on the right store, on 127.0.0.1"),
     "sync": ("evalq.cli.sync", "upload to MLflow what is not there yet"),

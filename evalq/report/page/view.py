@@ -1,0 +1,140 @@
+"""What a report is written from: records and verdicts as they are, and what was computed of their pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from evalq.records import Estimate, Record, Verdict
+
+
+@dataclass(frozen=True)
+class DocumentChange:
+    """One perplexity document; the difference is candidate minus baseline, in nats per token."""
+
+    doc_id: int
+    tokens: int
+    difference_nats: float
+    beginning: str
+
+
+@dataclass(frozen=True)
+class ItemChange:
+    """One item that changed sides, or whose share changed most. Leads are in nats: the chosen answer's over the other's."""
+
+    task: str
+    metric: str
+    item_id: int
+    prompt: str
+    gold: str
+    baseline_answer: str
+    candidate_answer: str
+    baseline_value: float
+    candidate_value: float
+    baseline_lead_nats: float | None = None
+    candidate_lead_nats: float | None = None
+
+    @property
+    def lost(self) -> bool:
+        return self.candidate_value < self.baseline_value
+
+
+@dataclass(frozen=True)
+class TokenChange:
+    """One scored token; probabilities of the correct token, and what each model ranked first."""
+
+    task: str
+    doc_id: int
+    position: int
+    before: str
+    token: str
+    baseline_probability: float
+    candidate_probability: float
+    baseline_first: str
+    candidate_first: str
+    kld_nats: float
+
+
+@dataclass(frozen=True)
+class Causes:
+    """From red to cause: what changed most between two records. `missing`: what could not be looked at, and why."""
+
+    documents: list[DocumentChange] = field(default_factory=list)  # all of them, worst first
+    items: list[ItemChange] = field(default_factory=list)  # worst first
+    flips: dict[str, tuple[int, int]] = field(default_factory=dict)  # "task metric" -> (right to wrong, wrong to right)
+    tokens: list[TokenChange] = field(default_factory=list)  # largest divergence first
+    missing: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One candidate cell, its verdict, and its differences to the baseline."""
+
+    record: Record
+    folder: Path
+    verdict: Verdict | None
+    causes: Causes
+    fidelity: list[Estimate] = field(default_factory=list)
+    buckets: dict[str, list[Estimate]] = field(default_factory=dict)
+    differences: list[str] = field(default_factory=list)  # of the fingerprints, each a sentence
+    p_holm: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.record.cell.quant
+
+    @property
+    def increase(self) -> Estimate | None:
+        """The gate's metric: a share, with its interval."""
+        checks = self.verdict.checks if self.verdict else []
+        return next((c.estimate for c in checks if c.estimate is not None and "perplexity" in c.metric), None)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement of the articles beside what these records say. `answer`: agrees, differs, open."""
+
+    number: int
+    says: str
+    answer: str
+    measured: str
+
+
+@dataclass(frozen=True)
+class Tradeoff:
+    """One cell's place: bytes of weights and of the KV cache of `kv_tokens` tokens. `standing`: front, tied, dominated, open."""
+
+    name: str
+    total_bytes: int
+    increase: Estimate | None
+    tokens_per_second: float | None
+    standing: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """One baseline and all that is compared with it."""
+
+    model: str
+    gpu: str
+    engine: str
+    baseline: Record | None
+    candidates: list[Candidate]
+    floor: Estimate | None = None  # A/A, a share
+    model_notes: list[str] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
+    tradeoff: list[Tradeoff] = field(default_factory=list)
+    recommendation: str = ""
+
+
+@dataclass(frozen=True)
+class StudyView:
+    """All that one report shows."""
+
+    title: str
+    groups: list[Group]
+    command: str = ""
+    notes: list[str] = field(default_factory=list)  # what was left out, and why
+    created_at: str = ""
