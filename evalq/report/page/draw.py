@@ -76,6 +76,7 @@ def _as_image(svg: str, description: str) -> str:
     left, right = (28, 48) if width > 600 else (18, 14)
     label = clean(description).replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
     body = re.sub(r"(\d+\.\d{2})\d+", r"\1", re.sub(r"^<svg[^>]*>", "", svg))
+    body = re.sub(r"<g [^>]*>", lambda group: re.sub(r' (?:role|aria-\w+)="[^"]*"', "", group[0]), body)
     wide = width + left + right
     box = f'viewBox="{-left} 0 {wide:g} {height:g}" style="width:{wide:g}px;max-width:100%"'
     return f'<svg role="img" aria-label="{label}" {box}>{body}'
