@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evalq.config import QuantConfig, RunConfig, config_hash
-from evalq.errors import ConfigError, EvalqError, InfeasibleError, MeasurementError
+from evalq.config import GateConfig, QuantConfig, RunConfig, config_hash
+from evalq.errors import ConfigError, EvalqError, InfeasibleError, MeasurementError, RecordError
 from evalq.facts.gpus import detect, gpu_facts
 from evalq.judge.seal import seal, seal_key, why_unsealed
 from evalq.measure import data
@@ -28,6 +28,7 @@ from evalq.measure.device import check_device_clean
 from evalq.measure.launch import WORKER, Watcher, run_worker
 from evalq.measure.worker import WorkerSpec
 from evalq.records import (
+    ESTIMATES_FILE,
     VERDICT_FILE,
     Cell,
     Estimate,
@@ -426,4 +427,16 @@ def judge_cell(cell: Prepared, baseline: Measured, candidate: Measured, floor: E
     gate = cell.config.gate
     verdict = judge(baseline.record, baseline.folder, candidate.record, candidate.folder, gate, floor=floor)
     write_text(candidate.folder / VERDICT_FILE, to_json(verdict) + "\n")
+    _keep_estimates(baseline, candidate, gate)
     return verdict
+
+
+def _keep_estimates(baseline: Measured, candidate: Measured, gate: GateConfig) -> None:
+    """What MLflow and the report show besides the verdict; records that cannot be compared have none."""
+    from evalq.judge.estimates import paired_estimates, write_estimates
+
+    pair = (baseline.record, baseline.folder, candidate.record, candidate.folder)
+    try:
+        write_estimates(candidate.folder, paired_estimates(*pair, gate.allow, gate.confidence))
+    except (RecordError, ConfigError):
+        (candidate.folder / ESTIMATES_FILE).unlink(missing_ok=True)

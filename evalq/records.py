@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 RECORD_FILE = "record.json"
 VERDICT_FILE = "verdict.json"
+ESTIMATES_FILE = "estimates.json"  # every paired estimate against the baseline (evalq.judge.estimates)
 SEAL_FILE = "record.seal"  # an HMAC over record.json, where the measuring machine holds a key (evalq.judge.seal)
 TABLES = ("documents", "items", "tokens", "texts", "pieces")
 
@@ -319,6 +320,15 @@ def read_record(path: Path | str) -> Record:
     if record.status not in STATUSES:
         raise RecordError(f"{file}: status {record.status!r} is not one of {', '.join(STATUSES)}")
     return record
+
+
+def read_estimates(folder: Path) -> tuple[str, list[Estimate]]:
+    """Baseline id and estimates of estimates.json; nothing where there is none. Errors: RecordError for a damaged one."""
+    file = folder / ESTIMATES_FILE
+    if not file.is_file():
+        return "", []
+    data = _read_mapping(file, "estimates")
+    return str(data.get("baseline_id", "")), from_mapping(list[Estimate], data.get("estimates"), f"{file} estimates")
 
 
 def read_verdict(path: Path | str) -> Verdict:

@@ -9,6 +9,7 @@ run is then KILLED, within END_LIMIT_SECONDS.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -21,8 +22,11 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from evalq.errors import EvalqError
-from evalq.tracking.manifest import Manifest, StudyCell, end_manifest, is_gone, mark_pending, read_manifest
+from evalq.records import read_record
+from evalq.tracking.content import times_of
+from evalq.tracking.manifest import ENDED, Manifest, StudyCell, end_manifest, is_gone, mark_pending, read_manifest
 from evalq.tracking.store import Store, why_unreachable
+from evalq.tracking.system import Sampler, keep_samples
 
 if TYPE_CHECKING:
     from evalq.tracking.upload import Upload
@@ -45,6 +49,8 @@ class Session:
         self._done: set[str] = set()
         self._failed_at: float | None = None
         self._reason = ""
+        self._sampler = Sampler()
+        self._opened_ms = 0
 
     @property
     def is_open(self) -> bool:
@@ -56,13 +62,25 @@ class Session:
 
     def open(self, path: Path) -> None:
         self._path, self._place, self._done = path, None, set()
+        self._opened_ms = int(1000 * time.time())
+        if self._manifest().status not in ENDED:  # a study that is only uploaded later has no load of its own
+            self._sampler.start()
         self._connect()
 
     def cell(self, record_id: str) -> None:
+        self._keep_samples(record_id)
         if self._failed_at is not None and time.monotonic() - self._failed_at < ASK_AGAIN_SECONDS:
             self._unreachable(self._reason)
         elif self._connect():
             self._log([cell for cell in self._manifest().cells if cell.record_id == record_id])
+
+    def _keep_samples(self, record_id: str) -> None:
+        """What the machine did while this cell was measured, beside its record."""
+        for cell in self._manifest().cells:
+            if cell.record_id == record_id and not cell.reused:
+                folder = self._store.records / cell.folder
+                with contextlib.suppress(EvalqError):
+                    keep_samples(folder, self._sampler.between(*times_of(read_record(folder))))
 
     def finish(self, status: str) -> None:
         """Upload what is left, write the summary, end the study's run."""
@@ -140,7 +158,8 @@ class Session:
         assert self._upload is not None
         assert self._place is not None
         try:
-            refusal = self._upload.close_study(manifest, self._place[1])
+            samples = self._sampler.between(self._opened_ms, int(1000 * time.time()))
+            refusal = self._upload.close_study(manifest, self._place[1], samples)
         except Exception as error:  # as in _connect
             refusal = _in_words(error)
         if refusal:

@@ -7,23 +7,28 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from evalq.errors import RecordError
+from evalq.plan.quantiles import share_interval
 from evalq.records import (
+    ESTIMATES_FILE,
     RECORD_FILE,
     SEAL_FILE,
     TABLES,
     VERDICT_FILE,
     Estimate,
     Record,
+    TaskScores,
     Verdict,
     file_sha256,
+    read_estimates,
     read_verdict,
 )
+from evalq.tracking.system import SYSTEM_FILE
 
 CONFIG_FILE = "config.yaml"
 ARTIFACT_FOLDER = "record"
@@ -31,8 +36,10 @@ ARTIFACT_FILES = (
     RECORD_FILE,
     VERDICT_FILE,
     SEAL_FILE,
+    ESTIMATES_FILE,
     CONFIG_FILE,
     "engine.log",
+    SYSTEM_FILE,
     *(f"{name}.parquet" for name in TABLES),
 )
 PARAM_SECTIONS = ("model", "quant", "gpu", "engine", "data", "tasks", "load", "gate")
@@ -42,6 +49,8 @@ TAG_LIMIT = 2000  # characters shown; MLflow's own limit is higher
 GIB = 1 << 30
 KV_TOKENS = 32_768  # cached tokens at which weights and KV are added up, so that a KV scheme shows on one axis
 WEIGHTS_AND_KV = f"memory/weights_and_kv_of_{KV_TOKENS}_tokens_gib"
+CONFIDENCE = 0.95
+FIDELITY = re.compile(r"(mean_kld|kld_|exact_kld|same_top1|(mean_|rms_)?correct_probability_change)")
 PERPLEXITY_INCREASE = re.compile(r"(word_|byte_|token_)?perplexity_increase")
 
 
@@ -53,11 +62,14 @@ class Metrics:
     invalid: dict[str, str]
 
 
-def metrics_of(record: Record, verdict: Verdict | None) -> Metrics:
-    """All metrics of one cell by name; what is missing, NaN or infinite goes to `invalid` with a reason."""
+def metrics_of(record: Record, verdict: Verdict | None, estimates: Sequence[Estimate] = ()) -> Metrics:
+    """All metrics of one cell by name; what is missing, NaN or infinite goes to `invalid` with a reason.
+
+    The verdict's own estimates stand above those of `estimates`: they carry the interval that decided.
+    """
     values: dict[str, float] = {}
     invalid: dict[str, str] = {}
-    for name, value, reason in _all_metrics(record, verdict):
+    for name, value, reason in _all_metrics(record, verdict, estimates):
         key = re.sub(r"[^A-Za-z0-9_\-./:]", "_", name)[:250]
         if value is None:
             invalid[key] = reason or "not measured"
@@ -68,11 +80,15 @@ def metrics_of(record: Record, verdict: Verdict | None) -> Metrics:
     return Metrics(values, {key: reason for key, reason in invalid.items() if key not in values})
 
 
-def _all_metrics(record: Record, verdict: Verdict | None) -> Iterator[tuple[str, float | None, str]]:
+def _all_metrics(
+    record: Record, verdict: Verdict | None, estimates: Sequence[Estimate]
+) -> Iterator[tuple[str, float | None, str]]:
     yield from _quality(record)
     yield from _memory(record)
     yield from _load(record)
     yield from _times(record)
+    for estimate in estimates:
+        yield from _estimate(estimate, "", own_name=True)
     for check in verdict.checks if verdict else []:
         if check.estimate is not None:
             yield from _estimate(check.estimate, check.reason)
@@ -82,7 +98,19 @@ def _quality(record: Record) -> Iterator[tuple[str, float | None, str]]:
     for task, scores in record.tasks.items():
         for metric, value in scores.metrics.items():
             yield f"quality/{task}_{metric}", value, scores.metric_reasons.get(metric, "")
+            yield from _share_interval(f"quality/{task}_{metric}", value, scores)
         yield f"quality/{task}_n", scores.n, ""
+
+
+def _share_interval(name: str, value: float | None, scores: TaskScores) -> Iterator[tuple[str, float | None, str]]:
+    """Exact interval of a share of items, each right or wrong; what is no whole number of items has none."""
+    right = None if value is None or not math.isfinite(value) else value * scores.n
+    if scores.kind != "choice" or name.endswith("_stderr") or right is None or not 0 <= right <= scores.n:
+        return
+    if abs(right - round(right)) < 1e-6:
+        low, high = share_interval(round(right), scores.n, CONFIDENCE)
+        yield f"{name}_low", low, ""
+        yield f"{name}_high", high, ""
 
 
 def _memory(record: Record) -> Iterator[tuple[str, float | None, str]]:
@@ -129,15 +157,21 @@ def _times(record: Record) -> Iterator[tuple[str, float | None, str]]:
         yield "time/total_seconds", sum(record.stage_seconds.values()), ""
 
 
-def _estimate(estimate: Estimate, reason: str) -> Iterator[tuple[str, float | None, str]]:
-    name, scale = estimate_metric(estimate.name)
+def _estimate(estimate: Estimate, reason: str, own_name: bool = False) -> Iterator[tuple[str, float | None, str]]:
+    name, scale = estimate_metric(estimate.name, own_name)
     for suffix, value in (("", estimate.value), ("_low", estimate.low), ("_high", estimate.high)):
         yield f"{name}{suffix}", None if value is None else value * scale, estimate.note or reason
 
 
-def estimate_metric(name: str) -> tuple[str, float]:
-    """MLflow name of a judge's estimate, and the factor that turns its fraction into the unit in that name."""
-    if PERPLEXITY_INCREASE.fullmatch(name):
+def estimate_metric(name: str, own_name: bool = False) -> tuple[str, float]:
+    """MLflow name of a judge's estimate, and the factor that turns its fraction into the unit in that name.
+
+    The increase that the gate decides by is called the same whatever it counts, so that studies compare; own_name keeps
+    word, byte and token increases apart.
+    """
+    if FIDELITY.match(name):
+        return f"fidelity/{name}", 1.0
+    if PERPLEXITY_INCREASE.fullmatch(name) and not own_name:
         return "quality/perplexity_increase_percent", 100.0
     if name.endswith("_share"):
         quantity = name.removesuffix("_share")
@@ -264,6 +298,12 @@ def verdict_beside(folder: Path) -> Verdict | None:
     return read_verdict(folder) if (folder / VERDICT_FILE).is_file() else None
 
 
+def estimates_beside(folder: Path, verdict: Verdict | None) -> list[Estimate]:
+    """Paired estimates of a record folder; none when they are against another baseline than the verdict's."""
+    baseline_id, estimates = read_estimates(folder)
+    return estimates if verdict is None or verdict.baseline_id == baseline_id else []
+
+
 def artifact_files(folder: Path) -> list[Path]:
     """Files of a record folder that go to MLflow, in a fixed order."""
     return [folder / name for name in ARTIFACT_FILES if (folder / name).is_file()]
@@ -280,9 +320,9 @@ def refuse_changed_tables(folder: Path, record: Record) -> None:
 
 
 def content_digest(folder: Path) -> str:
-    """sha256 over record and verdict: another digest means that the run in MLflow is out of date."""
+    """sha256 over record, verdict and estimates: another digest means that the run in MLflow is out of date."""
     digest = hashlib.sha256()
-    for name in (RECORD_FILE, VERDICT_FILE):
+    for name in (RECORD_FILE, VERDICT_FILE, ESTIMATES_FILE):
         file = folder / name
         digest.update(file.read_bytes() if file.is_file() else b"")
     return digest.hexdigest()[:32]

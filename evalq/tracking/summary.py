@@ -6,12 +6,21 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from evalq.errors import RecordError
 from evalq.records import read_record
-from evalq.tracking.content import KV_TOKENS, WEIGHTS_AND_KV, metrics_of, verdict_beside
+from evalq.tracking.content import estimates_beside, metrics_of, verdict_beside
 from evalq.tracking.manifest import Manifest
+from evalq.tracking.plots import (
+    INCREASE,
+    MEMORY,
+    QUALITY,
+    Step,
+    accuracy_against_memory,
+    latency_ladder,
+    pareto_names,
+    steps_of,
+)
 
 COLUMNS = {  # heading -> metric, format
     "word perplexity": ("quality/wikitext_word_perplexity", ".3f"),
@@ -21,11 +30,6 @@ COLUMNS = {  # heading -> metric, format
     "KV bytes/token": ("memory/kv_bytes_per_token", ",.0f"),
     "output tokens/s": ("load/output_tokens_per_second", ",.0f"),
 }
-QUALITY = "quality/wikitext_word_perplexity"
-MEMORY = "memory/weight_gib"
-INCREASE = "quality/perplexity_increase_percent"
-LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0}
-AXIS_LABELS = ("weights, GiB", f"weights and KV cache of {KV_TOKENS:,} tokens, GiB")
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Row:
     verdict: str
     record_id: str
     metrics: dict[str, float]
+    steps: list[Step]
 
 
 def rows_of(manifest: Manifest, records: Path) -> list[Row]:
@@ -50,8 +55,9 @@ def rows_of(manifest: Manifest, records: Path) -> list[Row]:
         except RecordError:
             continue
         word = "baseline" if record.cell.is_baseline else verdict.status if verdict else "none"
-        metrics = metrics_of(record, verdict).values
-        rows.append(Row(record.cell.quant, record.cell.is_baseline, record.status, word, record.record_id, metrics))
+        metrics = metrics_of(record, verdict, estimates_beside(folder, verdict)).values
+        names = (record.cell.quant, record.cell.is_baseline, record.status, word, record.record_id)
+        rows.append(Row(*names, metrics, steps_of(record)))
     return sorted(rows, key=lambda row: (not row.is_baseline, -row.metrics.get(MEMORY, math.inf), row.cell))
 
 
@@ -75,6 +81,12 @@ def markdown(rows: list[Row]) -> str:
         verdict = row.verdict if row.status == "complete" else f"{row.verdict} ({row.status})"
         figures = [_figure(row.metrics.get(metric), form) for metric, form in COLUMNS.values()]
         lines.append(_line([row.cell, verdict, _increase(row.metrics), *figures]))
+    front = pareto_names(rows)
+    if front:
+        lines += [
+            "",
+            f"No cell needs less memory and is better at once than: {', '.join(front)} (weights against perplexity).",
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -94,60 +106,13 @@ def _increase(metrics: dict[str, float]) -> str:
 
 
 def write(folder: Path, study: str, rows: list[Row]) -> None:
-    """summary.md, summary.json and, where there is something to draw, accuracy_against_memory.png."""
+    """summary.md, summary.json and, where there is something to draw, the plots."""
     (folder / "summary.md").write_text(f"# {study}\n\n{markdown(rows)}", encoding="utf-8")
     data = {"study": study, "cells": [asdict(row) for row in rows]}
     (folder / "summary.json").write_text(json.dumps(data, indent=1, allow_nan=False), encoding="utf-8")
     drawn = [row for row in rows if QUALITY in row.metrics and MEMORY in row.metrics]
     if drawn:
-        _plot(folder / "accuracy_against_memory.png", study, drawn)
-
-
-def _plot(file: Path, study: str, rows: list[Row]) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 5), dpi=110, layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, metric, label in zip(panels, (MEMORY, WEIGHTS_AND_KV), AXIS_LABELS, strict=True):
-        _panel(axes, metric, [row for row in rows if metric in row.metrics])
-        axes.set_xlabel(label)
-    panels[0].set_ylabel("word perplexity, wikitext\n(bars: interval of the paired increase)")
-    figure.suptitle(study)
-    figure.savefig(file)
-
-
-def _panel(axes: Any, memory: str, rows: list[Row]) -> None:
-    baseline = next((row.metrics[QUALITY] for row in rows if row.is_baseline), None)
-    middle = (min(row.metrics[memory] for row in rows) + max(row.metrics[memory] for row in rows)) / 2 if rows else 0.0
-    for row in rows:
-        x, y = row.metrics[memory], row.metrics[QUALITY]
-        axes.errorbar(x, y, yerr=_bars(row, baseline), fmt="s" if row.is_baseline else "o", capsize=4)
-        label = row.cell if row.is_baseline else f"{row.cell}: {row.verdict}"
-        side = (-8, "right") if x > middle else (8, "left")  # labels point inwards and are never cut off
-        axes.annotate(
-            label, (x, y), xytext=(side[0], 6), textcoords="offset points", fontsize=10, ha=side[1], bbox=LABEL_BOX
-        )
-    front = pareto([(row.metrics[memory], row.metrics[QUALITY]) for row in rows])
-    if front:
-        axes.plot(*zip(*front, strict=True), linestyle=":", color="grey", zorder=0, label="no cell is better in both")
-        axes.legend(fontsize=8)
-    axes.margins(0.15)
-    axes.grid(alpha=0.3)
-
-
-def _bars(row: Row, baseline: float | None) -> Any:
-    """Distances below and above a point, from the paired interval applied to the baseline. None without one."""
-    low, high = row.metrics.get(f"{INCREASE}_low"), row.metrics.get(f"{INCREASE}_high")
-    if baseline is None or low is None or high is None:
-        return None
-    y = row.metrics[QUALITY]
-    return [[max(y - baseline * (1 + low / 100), 0.0)], [max(baseline * (1 + high / 100) - y, 0.0)]]
-
-
-def pareto(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Points that no other point beats in both coordinates (smaller is better), by the first coordinate."""
-    front: list[tuple[float, float]] = []
-    for x, y in sorted(set(points)):
-        if not front or y < front[-1][1]:
-            front.append((x, y))
-    return front
+        accuracy_against_memory(folder / "accuracy_against_memory.png", study, drawn)
+    climbed = [row for row in rows if len({step.concurrency for step in row.steps}) > 1]
+    if climbed:
+        latency_ladder(folder / "latency_ladder.png", study, climbed)

@@ -1,4 +1,4 @@
-"""Writing studies and cells to MLflow, each exactly once. The only module that imports mlflow (when it is used)."""
+"""Writing studies and cells to MLflow, each exactly once. mlflow is imported when it is used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +17,18 @@ import yaml
 
 from evalq import __version__
 from evalq.errors import MeasurementError
-from evalq.records import Record, Verdict, read_record
+from evalq.records import Estimate, Record, Verdict, read_record
 from evalq.tracking import content, summary
+from evalq.tracking.card import CARD_FILE, model_card
 from evalq.tracking.differences import difference_tables
+from evalq.tracking.entities import datasets_of, system_metrics
 from evalq.tracking.manifest import Manifest, Owner, StudyCell, clear_pending, is_gone, mark_pending, this_process
 from evalq.tracking.store import Store, file_lock, slug
+from evalq.tracking.system import Sample, read_samples
 
 BATCH = 100  # params or tags in one request, MLflow's limit
 LOCK_FILE = ".mlflow.lock"
+CREATED_TAG = "evalq.created_ns"  # Unix nanoseconds; which of two runs was first
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # the UI then opens on runs, not on traces
 T = TypeVar("T")
 
@@ -107,13 +111,11 @@ class Upload:
             "evalq.model": manifest.model,
             "evalq.gpu": manifest.gpu,
         }
-        found = self._find(
-            experiment, f"tags.`evalq.kind` = 'study' and tags.`evalq.study` = {_quoted(manifest.study)}"
-        )
+        wanted = f"tags.`evalq.kind` = 'study' and tags.`evalq.study` = {_quoted(manifest.study)}"
+        found = self._find(experiment, wanted)
         if found is None:
             start = content.milliseconds(manifest.created_at)
-            run_id: str = self._client.create_run(experiment, start, tags, manifest.study).info.run_id
-            return experiment, run_id
+            found = self._create(experiment, wanted, start, tags, manifest.study)
         if found.info.status != "RUNNING" and manifest.status == "RUNNING":
             self._client.update_run(found.info.run_id, status="RUNNING")
         self._log_tags(found.info.run_id, tags)
@@ -175,16 +177,21 @@ class Upload:
             "evalq.complete": "false",
         }
         start, _ = content.times_of(record)
-        return self._client.create_run(experiment, start, tags, run_name_of(record))
+        return self._create(experiment, wanted, start, tags, run_name_of(record))
+
+    def _create(self, experiment: str, wanted: str, start: int, tags: dict[str, str], name: str) -> Any:
+        """Make a run, and look again: another process, or the same request sent twice, may have made it too."""
+        created = self._client.create_run(experiment, start, tags | {CREATED_TAG: str(time.time_ns())}, name)
+        return self._find(experiment, wanted) or created
 
     def _log_figures(self, run: Any, loaded: _Loaded, reused: bool) -> None:
         from mlflow.entities import Metric, Param
 
         run_id = run.info.run_id
-        metrics = content.metrics_of(loaded.record, loaded.verdict)
+        metrics = content.metrics_of(loaded.record, loaded.verdict, loaded.estimates())
         stamp = content.milliseconds((loaded.verdict or loaded.record).created_at)
         logged = [Metric(name, value, stamp, 0) for name, value in metrics.values.items()]
-        for part in _parts(logged, 10 * BATCH):
+        for part in _parts(logged + system_metrics(read_samples(loaded.folder)), 10 * BATCH):
             self._client.log_batch(run_id, metrics=part)
         params = content.params_of(loaded.record, loaded.config())
         new = [Param(name, value) for name, value in params.items() if name not in run.data.params]
@@ -192,7 +199,7 @@ class Upload:
             self._client.log_batch(run_id, params=part)
         self._log_tags(run_id, content.tags_of(loaded.record, loaded.verdict, reused, metrics))
         if not run.inputs.dataset_inputs:
-            self._client.log_inputs(run_id, _datasets(loaded.record))
+            self._client.log_inputs(run_id, datasets_of(loaded.record))
 
     def _log_tags(self, run_id: str, tags: dict[str, str]) -> None:
         from mlflow.entities import RunTag
@@ -207,6 +214,9 @@ class Upload:
                 self._client.log_artifact(run_id, str(file), content.ARTIFACT_FOLDER)
             for name, table in self._differences(manifest, loaded).items():
                 self._log_table(run_id, name, table)
+            if loaded.record.status == "complete":
+                card = model_card(loaded.record, loaded.verdict, loaded.estimates(), loaded.config() or {})
+                self._client.log_text(run_id, card, CARD_FILE)
         except Exception as error:  # MLflow raises whatever its artifact store raises
             return f"the artifact store refused the files ({type(error).__name__}: {error})"[: content.TAG_LIMIT]
         return ""
@@ -228,18 +238,20 @@ class Upload:
         if entry not in logged:
             self._client.set_tag(run_id, "mlflow.loggedArtifacts", json.dumps([*logged, entry]))
 
-    def close_study(self, manifest: Manifest, parent: str) -> str:
+    def close_study(self, manifest: Manifest, parent: str, samples: Sequence[Sample] = ()) -> str:
         """Summary of the study on its parent run, then its end as the manifest has it; why it was refused, or nothing."""
         with self._alone():
-            return again_when_locked(lambda: self._close_study(manifest, parent))
+            return again_when_locked(lambda: self._close_study(manifest, parent, samples))
 
-    def _close_study(self, manifest: Manifest, parent: str) -> str:
+    def _close_study(self, manifest: Manifest, parent: str, samples: Sequence[Sample]) -> str:
         from mlflow.entities import Metric
 
         rows = summary.rows_of(manifest, self.store.records)
         stamp = content.milliseconds(manifest.created_at)
         counts = summary.counts(rows)
         self._client.log_batch(parent, metrics=[Metric(f"study/{k}", v, stamp, 0) for k, v in counts.items()])
+        for part in _parts(system_metrics(samples), 10 * BATCH):
+            self._client.log_batch(parent, metrics=part)
         text = summary.markdown(rows)
         self._log_tags(parent, {"mlflow.note.content": text, "evalq.cells": str(len(rows))})
         refusal = ""
@@ -254,7 +266,12 @@ class Upload:
         return refusal
 
     def _find(self, experiment: str, wanted: str) -> Any:
-        found = self._client.search_runs([experiment], wanted, order_by=["attributes.start_time ASC"], max_results=1)
+        """The run that is meant; of several the first that was created, and the others are removed."""
+        found = self._client.search_runs([experiment], wanted, max_results=BATCH)
+        found = sorted(found, key=lambda run: (int(run.data.tags.get(CREATED_TAG, 0)), run.info.run_id))
+        for double in found[1:]:
+            self._client.set_tag(double.info.run_id, "evalq.duplicate_of", found[0].info.run_id)
+            self._client.delete_run(double.info.run_id)
         return found[0] if found else None
 
 
@@ -263,6 +280,9 @@ class _Loaded:
     folder: Path
     record: Record
     verdict: Verdict | None
+
+    def estimates(self) -> list[Estimate]:
+        return content.estimates_beside(self.folder, self.verdict)
 
     def config(self) -> dict[str, Any] | None:
         """The composed config beside the record; None when there is none or it is not a mapping."""
@@ -327,24 +347,6 @@ def _owner_of(tags: dict[str, str]) -> Owner | None:
         )
     except (KeyError, ValueError):
         return None
-
-
-def _datasets(record: Record) -> list[Any]:
-    from mlflow.entities import Dataset, DatasetInput, InputTag
-
-    inputs = []
-    for task, scores in record.tasks.items():
-        source = json.dumps({"dataset": scores.dataset, "sha256": scores.dataset_hash})
-        profile = json.dumps({"n": scores.n, "left_out": scores.left_out, "truncated": scores.truncated})
-        dataset = Dataset(
-            name=f"{task}: {scores.dataset}"[:500],
-            digest=scores.dataset_hash[:36] or "unknown",
-            source_type="evalq",
-            source=source,
-            profile=profile,
-        )
-        inputs.append(DatasetInput(dataset, [InputTag("mlflow.data.context", "evaluation")]))
-    return inputs
 
 
 def _quoted(text: str) -> str:

@@ -147,6 +147,21 @@ def test_compare_json(records: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["second_id"] == "good-id"
 
 
+@pytest.mark.parametrize("arguments", [[], ["--keep-floor"]])
+def test_compare_of_one_document_is_one_plain_sentence(
+    tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = rb.baseline_rows(documents=1, items=1)
+    worse = rb.Rows(rows.nll * 1.01, rows.words, rows.items)
+    rb.write(tmp_path / "b", rb.record("baseline", rows), rows)
+    rb.write(tmp_path / "c", rb.record("baseline", worse, record_id="again", config_hash="y" * 64), worse)
+    code = compare_verb.main([str(tmp_path / "b"), str(tmp_path / "c"), "--records", str(tmp_path), *arguments])
+    captured = capsys.readouterr()
+    assert code == (5 if arguments else 0)
+    assert "1 documents give no interval" in " ".join((captured.out + captured.err).split())
+    assert "Traceback" not in captured.err
+
+
 def test_fidelity_without_tokens_says_how_to_get_them(records: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare_verb.main(["baseline-id", "good-id", "--records", str(records), "--fidelity"]) == 5
     assert "tasks.keep_tokens=true" in capsys.readouterr().err

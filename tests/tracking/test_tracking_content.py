@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evalq.errors import RecordError
-from evalq.records import read_record
+from evalq.records import Estimate, read_record
 from evalq.tracking import content
 
 
@@ -39,6 +39,30 @@ def test_increase_is_a_percentage_with_its_interval() -> None:
     assert metrics["quality/perplexity_increase_percent_high"] == pytest.approx(1.1)
 
 
+def test_estimates_besides_the_verdict_keep_their_own_names() -> None:
+    """The verdict's interval decides and has the common name; byte perplexity does not overwrite it."""
+    made = build.record("int8-w8a8")
+    besides = [
+        Estimate("byte_perplexity_increase", 0.002, 0.001, 0.003, 0.95, 8, "paired"),
+        Estimate("hellaswag_acc_flips", 0.25, 0.1, 0.4, 0.95, 8, "Wilson"),
+        Estimate("mean_kld_nats", 0.02, 0.01, 0.03, 0.95, 800, "mean"),
+    ]
+    metrics = content.metrics_of(made, build.verdict(made, increase=0.008), besides).values
+    assert metrics["quality/perplexity_increase_percent"] == pytest.approx(0.8)
+    assert metrics["quality/byte_perplexity_increase_percent_high"] == pytest.approx(0.3)
+    assert metrics["quality/hellaswag_acc_flips_percent_low"] == pytest.approx(10.0)
+    assert metrics["fidelity/mean_kld_nats"] == 0.02
+    assert (metrics["fidelity/mean_kld_nats_low"], metrics["fidelity/mean_kld_nats_high"]) == (0.01, 0.03)
+
+
+def test_accuracies_of_whole_items_have_an_interval() -> None:
+    """4 of 8: Clopper-Pearson 0.157 to 0.843; 0.46 of 8 items is no count."""
+    metrics = content.metrics_of(build.record(), None).values
+    assert metrics["quality/hellaswag_acc_low"] == pytest.approx(0.157, abs=1e-3)
+    assert metrics["quality/hellaswag_acc_high"] == pytest.approx(0.843, abs=1e-3)
+    assert "quality/hellaswag_acc_norm_low" not in metrics
+
+
 @pytest.mark.parametrize(
     ("name", "metric"),
     [
@@ -47,7 +71,9 @@ def test_increase_is_a_percentage_with_its_interval() -> None:
         ("hellaswag_acc_flips", "quality/hellaswag_acc_flips_percent"),
         ("weight_bytes_share", "memory/weight_bytes_percent_of_baseline"),
         ("output_tokens_per_second_share", "load/output_tokens_per_second_percent_of_baseline"),
-        ("mean_kld_nats", "quality/mean_kld_nats"),
+        ("mean_kld_nats", "fidelity/mean_kld_nats"),
+        ("kld_nats_p99", "fidelity/kld_nats_p99"),
+        ("review_coherence", "quality/review_coherence"),
     ],
 )
 def test_names_of_estimates(name: str, metric: str) -> None:

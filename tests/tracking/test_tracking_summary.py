@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evalq.records import read_record
-from evalq.tracking import summary
+from evalq.tracking import plots, summary
 from evalq.tracking.differences import DOCUMENTS, ITEMS, difference_tables
 from evalq.tracking.manifest import add_cell, open_manifest, read_manifest
 from evalq.tracking.store import store_at
@@ -43,8 +44,25 @@ def test_files_of_the_parent_run(rows: list[summary.Row], tmp_path: Path) -> Non
     assert len(json.loads((tmp_path / "summary.json").read_text())["cells"]) == 4
 
 
+def test_a_ladder_is_drawn_where_there_is_more_than_one_step(rows: list[summary.Row], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    loads = {f"at{n}": replace(build.load(), name=f"at{n}", concurrency=n) for n in (10, 100, 500)}
+    broken = replace(build.load(), concurrency=1000, valid=False)
+    steps = plots.steps_of(build.record(loads={"broken": broken, **loads}))
+    assert [step.concurrency for step in steps] == [10, 100, 500]
+    summary.write(tmp_path, "s", rows)
+    assert not (tmp_path / "latency_ladder.png").exists()
+    summary.write(tmp_path, "s", [replace(row, steps=steps) for row in rows])
+    assert (tmp_path / "latency_ladder.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_pareto_front_is_named(rows: list[summary.Row]) -> None:
+    assert plots.pareto_names(rows) == ["baseline", "int8-w8a8", "mixed-4-8"]
+    assert "at once than: baseline, int8-w8a8, mixed-4-8" in summary.markdown(rows)
+
+
 def test_pareto_by_hand() -> None:
-    assert summary.pareto([(3, 1), (1, 3), (2, 2), (2, 4), (3, 3)]) == [(1, 3), (2, 2), (3, 1)]
+    assert plots.pareto([(3, 1), (1, 3), (2, 2), (2, 4), (3, 3)]) == [(1, 3), (2, 2), (3, 1)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=20))
@@ -52,7 +70,7 @@ def test_pareto_is_what_nothing_beats(points: list[tuple[int, int]]) -> None:
     def beaten(p: tuple[int, int]) -> bool:
         return any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)
 
-    assert set(summary.pareto(points)) == {p for p in points if not beaten(p)}
+    assert set(plots.pareto(points)) == {p for p in points if not beaten(p)}
 
 
 def test_differences_worst_first(tmp_path: Path) -> None:

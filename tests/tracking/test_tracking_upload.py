@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import tracked_records as build
+import yaml
 
 from evalq.errors import RecordError
 from evalq.records import VERDICT_FILE, Record, read_record, to_json, write_text
 from evalq.tracking import manifest as m
 from evalq.tracking.store import Store
+from evalq.tracking.system import keep_samples
 from evalq.tracking.upload import again_when_locked
 
 pytestmark = pytest.mark.usefixtures("upload")
@@ -214,6 +216,47 @@ def test_nothing_lands_where_evalq_was_called(study: Study, store: Store) -> Non
     """Case d4."""
     study.log(study.add(build.record()))
     assert {path.name for path in store.root.iterdir()} <= {"records", "mlflow.db", "mlartifacts", ".mlflow.lock"}
+
+
+def test_two_runs_of_one_record_become_one(study: Study) -> None:
+    """As when two processes made it at the same moment, or a request was sent twice: the first one stays."""
+    record_id = study.add(build.record())
+    first = study.log(record_id)
+    tags = {"evalq.record_id": record_id, "evalq.study": study.records.name, "mlflow.parentRunId": study.parent}
+    study.upload._client.create_run(study.experiment, tags=tags | {"evalq.created_ns": str(2**62)})
+    assert len(study.runs()) == 2
+    assert (study.log(record_id).state, study.log(record_id).run_id) == ("present", first.run_id)
+    assert [run.info.run_id for run in study.runs()] == [first.run_id]
+
+
+def test_system_metrics_are_mlflows_own(study: Study) -> None:
+    """Kept beside the record, and on the page that MLflow has for them (names that begin with system/)."""
+    record_id = study.add(build.record())
+    samples = [(1_764_410_400_000 + 5000 * i, {"cpu_utilization_percentage": 50.0 + i}) for i in range(3)]
+    keep_samples(study.records / record_id, samples)
+    run_id = study.log(record_id).run_id
+    history = study.upload._client.get_metric_history(run_id, "system/cpu_utilization_percentage")
+    assert [(point.timestamp, point.value) for point in history] == [
+        (s, v["cpu_utilization_percentage"]) for s, v in samples
+    ]
+    assert "system.json" in study.files(run_id, "record")
+
+
+def test_a_cell_has_the_card_of_its_checkpoint(study: Study) -> None:
+    group = "{targets: [x], weights: {num_bits: 4}}"
+    config = f"model: {{hub_id: owner/model}}\nquant: {{origin: evalq, method: rtn, groups: {{g: {group}}}}}\n"
+    made = build.record("mixed-4-8", notes=["weights went through 4 bits once"])
+    result = study.log(study.add(made, build.verdict(made), config=config))
+    text = Path(study.upload._client.download_artifacts(result.run_id, "model_card.md")).read_text()
+    for part in (
+        "base_model: owner/model",
+        "**PASS.**",
+        "| g | x | 4 bit",
+        "weights went through 4 bits once",
+        "| hellaswag | acc |",
+    ):
+        assert part in text
+    assert yaml.safe_load(text.split("---")[1])["evalq"] == {"record": "mixed-4-8-0001", "verdict": "PASS"}
 
 
 def test_a_locked_database_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
