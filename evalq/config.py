@@ -28,6 +28,9 @@ KV_DTYPES = (
 )
 WEIGHT_BITS = (2, 3, 4, 8)
 STRATEGIES = ("tensor", "channel", "group", "token", "block")
+METHODS = ("rtn", "gptq", "awq", "smoothquant", "autoround")
+CALIBRATION_SOURCES = ("embedded", "local", "hub")
+OBJECTIVES = ("memory", "throughput")
 
 
 @dataclass
@@ -82,7 +85,7 @@ class QuantConfig:
     kv_scale_source: str = "none"  # what the scheme claims: none | default 1.0 | checkpoint | computed
     groups: dict[str, QuantGroup] = field(default_factory=dict)
     ignore: list[str] = field(default_factory=list)  # modules that stay 16 bit (names or re:patterns)
-    method: str = "rtn"  # how evalq rounds: rtn = to nearest, with a clipping search
+    method: str = "rtn"  # one of METHODS: rtn = to nearest, with a clipping search; the others need calibration text
     clip_search: bool = True  # per-group search of the clipping range that minimises squared error
     needs: list[str] = field(default_factory=list)  # hardware capabilities, by the names of evalq.facts.gpus
     notes: list[str] = field(default_factory=list)
@@ -194,6 +197,49 @@ class GateConfig:
 
 
 @dataclass
+class CalibrationConfig:
+    """Text that calibrated methods read: where it is from, how much of it, what it is about."""
+
+    name: str = "embedded"
+    source: str = "embedded"  # one of CALIBRATION_SOURCES
+    domain: str = "short passages of general knowledge"  # what the text is about, in words; part of the record
+    file: str | None = (
+        "calibration.jsonl"  # JSON lines (plain or .gz): relative to evalq's own data (embedded) or to data.root (local)
+    )
+    hub_id: str | None = None
+    hub_config: str | None = None
+    hub_split: str = "train"
+    revision: str | None = None
+    columns: list[str] = field(default_factory=lambda: ["text"])  # joined by a blank line
+    samples: int = 32  # windows
+    length_tokens: int = 512  # of each window
+    batch_size: int = 4  # windows at once: memory and speed only
+    seed: int = 0  # order of the texts, and the method's own chance
+    options: dict[str, Any] = field(default_factory=dict)  # of the method's modifier in llm-compressor, as they are
+
+
+@dataclass
+class SearchConfig:
+    """What `evalq search` looks for and how much of the evaluation data it may use for that."""
+
+    objective: str = "memory"  # one of OBJECTIVES
+    method: str = "rtn"  # how candidates are rounded, one of METHODS
+    options: list[str] = field(
+        default_factory=lambda: ["fp8", "int8", "int4_g32", "int4_g64", "int4_g128"]
+    )  # beside 16 bit
+    group_by: str = "layer"  # layer: each layer's fused groups apart | kind: all layers' alike
+    kv_cache_dtypes: list[str] = field(default_factory=list)  # tried beside the model's own, e.g. [fp8_e4m3]
+    sensitivity_samples: int = 4  # windows of calibration text
+    sensitivity_tokens: int = 256  # of each window
+    final_share: str = "50%"  # of the perplexity documents, kept for the final verdict and never looked at before
+    looks: list[int] = field(
+        default_factory=list
+    )  # document counts of the search's own gate; empty = thirds of its part
+    max_candidates: int = 6  # checkpoints measured at most
+    uniform: bool = True  # also prove the schemes that give every layer one option
+
+
+@dataclass
 class TrackingConfig:
     """MLflow. A sink: nothing measured waits for it."""
 
@@ -227,6 +273,8 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
     gate: GateConfig = field(default_factory=GateConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
@@ -243,6 +291,8 @@ GROUPS: dict[str, type] = {
     "data": DataConfig,
     "tasks": TasksConfig,
     "load": LoadConfig,
+    "calibration": CalibrationConfig,
+    "search": SearchConfig,
     "gate": GateConfig,
     "tracking": TrackingConfig,
     "paths": PathsConfig,
@@ -274,12 +324,27 @@ def parse_share(text: str | float, name: str) -> float:
     return value
 
 
-def config_hash(config: RunConfig) -> str:
-    """sha256 of the effective config of the cell: what changes no measurement (paths, tracking, gate) is left out."""
+def needs_calibration(quant: QuantConfig) -> bool:
+    """Whether the checkpoint of a scheme is made from calibration text, by llm-compressor."""
+    static = any(group.input_activations and not group.input_activations.dynamic for group in quant.groups.values())
+    return quant.origin == "evalq" and (quant.method != "rtn" or static)
+
+
+def measured_part(config: RunConfig) -> dict[str, Any]:
+    """The config without what changes no measurement; calibration only where the scheme reads calibration text."""
     data = dataclasses.asdict(config)
-    for key in ("paths", "tracking", "gate", "progress", "reuse_baseline", "aa"):
+    silent = ["paths", "tracking", "gate", "search", "progress", "reuse_baseline", "aa"]
+    if not needs_calibration(config.quant):
+        silent.append("calibration")
+    for key in silent:
         data.pop(key)
     data["tasks"].pop("keep_texts")  # decides what people can read afterwards, nothing that is measured
+    return data
+
+
+def config_hash(config: RunConfig) -> str:
+    """sha256 of the effective config of the cell: what changes no measurement (paths, tracking, gate) is left out."""
+    data = measured_part(config)
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
@@ -290,6 +355,8 @@ def check(config: RunConfig) -> None:
         *_check_quant(config.quant),
         *_check_numbers(config),
         *_check_tasks(config),
+        *_check_calibration(config.calibration),
+        *_check_search(config.search),
         *check_gate(config.gate),
     ]
     if problems:
@@ -324,8 +391,8 @@ def _check_quant(quant: QuantConfig) -> list[str]:
         problems.append(f"quant {quant.name} is made by evalq and has no groups; say which layers get what")
     if quant.origin == "engine" and not quant.engine_quantization:
         problems.append(f"quant {quant.name} is made by the engine and has no engine_quantization, e.g. fp8")
-    if quant.method != "rtn":
-        problems.append(f"quant.method={quant.method!r} is not available; allowed: rtn")
+    if quant.method not in METHODS:
+        problems.append(f"quant.method={quant.method!r}: {nearest(quant.method, METHODS)}")
     for name, group in quant.groups.items():
         problems.extend(_check_group(f"quant.groups.{name}", group))
     return problems
@@ -410,6 +477,42 @@ def _check_tasks(config: RunConfig) -> list[str]:
         )
     if not 0 <= config.tasks.topk <= 1000:
         problems.append(f"tasks.topk={config.tasks.topk} must be between 0 and 1000")
+    return problems
+
+
+def _check_calibration(calibration: CalibrationConfig) -> list[str]:
+    given, where = calibration.source, "calibration"
+    problems = []
+    if given not in CALIBRATION_SOURCES:
+        problems.append(f"{where}.source={given!r}: {nearest(given, CALIBRATION_SOURCES)}")
+    if given == "hub" and not calibration.hub_id:
+        problems.append(f"{where}.source=hub needs {where}.hub_id=OWNER/NAME")
+    if given in ("embedded", "local") and not calibration.file:
+        problems.append(f"{where}.source={given} needs {where}.file=NAME.jsonl")
+    if not calibration.columns:
+        problems.append(f"{where}.columns is empty; name the columns that hold text, e.g. [text]")
+    for name in ("samples", "length_tokens", "batch_size"):
+        if getattr(calibration, name) <= 0:
+            problems.append(f"{where}.{name}={getattr(calibration, name)} must be above 0")
+    return problems
+
+
+def _check_search(search: SearchConfig) -> list[str]:
+    problems = []
+    if search.objective not in OBJECTIVES:
+        problems.append(f"search.objective={search.objective!r}: {nearest(search.objective, OBJECTIVES)}")
+    if search.method not in METHODS:
+        problems.append(f"search.method={search.method!r}: {nearest(search.method, METHODS)}")
+    if search.group_by not in ("layer", "kind"):
+        problems.append(f"search.group_by={search.group_by!r}: {nearest(search.group_by, ('layer', 'kind'))}")
+    for name in ("sensitivity_samples", "sensitivity_tokens", "max_candidates"):
+        if getattr(search, name) <= 0:
+            problems.append(f"search.{name}={getattr(search, name)} must be above 0")
+    try:
+        if not 0.0 < parse_share(search.final_share, "search.final_share") < 1.0:
+            problems.append(f"search.final_share={search.final_share} must be above 0 % and below 100 %")
+    except ConfigError as error:
+        problems.extend(error.problems)
     return problems
 
 

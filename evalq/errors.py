@@ -70,6 +70,7 @@ FAILURE_KINDS = (
     "checkpoint",  # unreadable, truncated or foreign checkpoint
     "data",  # evaluation data missing or damaged
     "hub",  # hub offline, refused or rate limited
+    "environment",  # the separate environment of calibrated methods cannot be made, or its program failed
     "disk",  # disk full or not writable
     "unsupported",  # the engine refuses the scheme on this device
     "interrupted",  # Ctrl-C or SIGTERM

@@ -14,11 +14,11 @@ import platform
 import secrets
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evalq.config import GateConfig, QuantConfig, RunConfig, config_hash
+from evalq.config import GateConfig, QuantConfig, RunConfig, config_hash, needs_calibration
 from evalq.errors import ConfigError, EvalqError, InfeasibleError, MeasurementError, RecordError
 from evalq.facts.gpus import detect, gpu_facts
 from evalq.judge.seal import seal, seal_key, why_unsealed
@@ -41,6 +41,7 @@ from evalq.records import (
     write_text,
 )
 
+Progress = Callable[[int, int, str], None]
 SCORING_VERSION = "1"  # raise when scores of the same input change, so that stored baselines are measured anew
 
 
@@ -226,7 +227,28 @@ def cell_checkpoint(cell: Prepared, source: Path, watcher: Watcher) -> Path:
     from evalq.quantize import make_checkpoint
 
     watcher.stage("checkpoint", f"making the {cell.config.quant.name} checkpoint")
+    if needs_calibration(cell.config.quant):
+        return calibrated_checkpoint(cell.config, source, cell.places, watcher.progress)
     return make_checkpoint(source, cell.config.quant, cell.places.checkpoints, watcher.progress)
+
+
+def calibrated_checkpoint(
+    config: RunConfig, source: Path, places: Places, progress: Progress | None, out: Path | None = None
+) -> Path:
+    """A checkpoint made by llm-compressor, from text that shares nothing with the evaluation documents.
+
+    Errors: ConfigError (contaminated, too little text), MeasurementError (environment, checkpoint, hub, disk).
+    """
+    from evalq.measure.documents import evaluation_documents
+    from evalq.quantize.calibrated import Order, make_calibrated
+    from evalq.quantize.calibration import calibration_text
+    from evalq.quantize.contamination import Document, check_contamination
+
+    text = calibration_text(config.calibration, config.data)
+    documents = [Document(*pair) for pair in evaluation_documents(config)]
+    check_contamination(text.texts, text.source, documents, source)
+    order = Order(source, config.quant, config.model, config.calibration, text)
+    return make_calibrated(order, places.checkpoints, places.root / "environments", progress, out)
 
 
 def measure(cell: Prepared, watcher: Watcher, command: Sequence[str] = WORKER, reuse: bool = False) -> Measured:
@@ -269,6 +291,8 @@ def _measure_anew(
     watcher: Watcher,
     command: Sequence[str],
 ) -> Measured:
+    from evalq.quantize.calibrated import calibration_of
+
     checkpoint = cell_checkpoint(cell, source, watcher)
     if not cell.is_cpu:
         check_device_clean(cell.config.gpu.memory_utilization)
@@ -285,6 +309,7 @@ def _measure_anew(
         work_dir=str(work),
         is_cpu=cell.is_cpu,
         predicted=cell.predicted,
+        calibration=calibration_of(checkpoint),
     )
     record = _run_past_busy_port(spec, cell, watcher, command)
     folder = keep_record(cell.places.records, work, record, composed_yaml(cell.config))

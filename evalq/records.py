@@ -125,6 +125,23 @@ class Applied:
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """The text that a checkpoint was calibrated with, and what did it."""
+
+    method: str  # one of config.METHODS
+    domain: str  # what the text is about, in words
+    source: str
+    text_sha256: str
+    samples: int  # windows used
+    length_tokens: int  # of each window
+    seed: int
+    options: str  # JSON
+    device: str  # that calibrated, not the one that was measured
+    seconds: float
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
 class Failure:
     kind: str  # one of errors.FAILURE_KINDS
     message: str
@@ -154,6 +171,7 @@ class Record:
     notes: list[str]
     failure: Failure | None
     tables: dict[str, str]  # table name -> sha256 of its Parquet file
+    calibration: Calibration | None = None  # None: the checkpoint was not calibrated by evalq
 
 
 @dataclass(frozen=True)

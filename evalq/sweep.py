@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evalq.config import RunConfig
+from evalq.config import RunConfig, measured_part
 from evalq.errors import (
     EXIT_CONFIG,
     EXIT_INCONCLUSIVE,
@@ -155,9 +155,8 @@ def _prepare_all(configs: Sequence[RunConfig]) -> tuple[list[Prepared], dict[int
 
 def _effective_cell(cell: Prepared) -> str:
     """What the cell measures, without names of schemes."""
-    data = dataclasses.asdict(cell.config)
-    for key in ("quant", "paths", "tracking", "gate", "progress", "reuse_baseline", "aa"):
-        data.pop(key)
+    data = measured_part(cell.config)
+    data.pop("quant")
     looks = [cell.config.gate.extend, list(cell.config.gate.looks)]  # they decide how many documents are measured
     return json.dumps([data, looks, effective_scheme(cell.config.quant)], sort_keys=True)
 

@@ -24,7 +24,8 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="evalq quantize",
         description="Make the compressed-tensors checkpoint of a scheme: weights rounded to nearest, with a search of "
-        "the clipping range of each group. vLLM loads the folder as it is. One that exists already is not made again.",
+        "the clipping range of each group, or by quant.method=gptq, awq, smoothquant or autoround from calibration text. "
+        "vLLM loads the folder as it is. One that exists already is not made again.",
         epilog="The last line on standard output is one JSON document: path, bytes (of the safetensors files), "
         "seconds, recipe_hash. Example: evalq quantize +model=smollm2-135m +quant=w4a16 --out w4a16",
     )
@@ -64,12 +65,16 @@ def run(overrides: list[str], out: Path | None) -> None:
 
 def make(config: RunConfig, out: Path | None, progress: Progress | None) -> Path:
     """The checkpoint folder of a composed config; its scheme is checked before the source is fetched."""
+    from evalq.config import needs_calibration
+    from evalq.pipeline import calibrated_checkpoint, places_of
     from evalq.quantize import make_checkpoint, make_checkpoint_at, source_checkpoint
     from evalq.quantize.scheme import check_scheme
 
     check_scheme(config.quant)
     root = Path(config.paths.root)
     source = source_checkpoint(config.model, root / config.paths.models, progress)
+    if needs_calibration(config.quant):
+        return calibrated_checkpoint(config, source, places_of(config), progress, out.absolute() if out else None)
     if out is not None:
         return make_checkpoint_at(source, config.quant, out.absolute(), progress)
     return make_checkpoint(source, config.quant, root / config.paths.checkpoints, progress)
@@ -104,8 +109,14 @@ def print_costs(folder: Path) -> None:
     """What rounding cost, group by group, for people, on standard error."""
     report = json.loads((folder / "quantization_report.json").read_text(encoding="utf-8"))
     for name, group in list(report["groups"].items())[:REPORT_LINES]:
+        text = f"{name}: {group['layers']} layers, {group['weights']:,} weights, {group['format']}"
+        if "relative_squared_error" in group:  # a calibrated method moves weights on purpose
+            text += f", relative squared error {group['relative_squared_error']:.3g} (most in {group['worst_layer']})"
+        print(text, file=sys.stderr)
+    given = report.get("calibration")
+    if given:
         print(
-            f"{name}: {group['layers']} layers, {group['weights']:,} weights, {group['format']}, "
-            f"relative squared error {group['relative_squared_error']:.3g} (most in {group['worst_layer']})",
+            f"{given['method']} on {given['samples']} windows of {given['length_tokens']} tokens of {given['domain']}, "
+            f"seed {given['seed']}, {given['seconds']:.0f} s on {given['device']}",
             file=sys.stderr,
         )

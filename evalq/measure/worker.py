@@ -28,7 +28,17 @@ from typing import IO, TYPE_CHECKING, Any
 from evalq.config import RunConfig
 from evalq.errors import EvalqError, MeasurementError
 from evalq.measure import data
-from evalq.records import Cell, Record, Scalar, TaskScores, from_mapping, parse_json, write_record, write_text
+from evalq.records import (
+    Calibration,
+    Cell,
+    Record,
+    Scalar,
+    TaskScores,
+    from_mapping,
+    parse_json,
+    write_record,
+    write_text,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -57,6 +67,7 @@ class WorkerSpec:
     work_dir: str
     is_cpu: bool
     predicted: dict[str, int | None]
+    calibration: Calibration | None = None
 
 
 class Events:
@@ -227,6 +238,7 @@ def _measure_on(
         notes=[note for note in (engine.scorer_note,) if note],
         failure=None,
         tables={},
+        calibration=spec.calibration,
     )
     with events.timed("write", "writing the record"):
         return _write(work, record, tables)

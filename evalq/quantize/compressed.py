@@ -72,7 +72,10 @@ def stored_tensors(layer: Layer) -> list[Stored]:
     if storage_format(layer.scheme) == PACKED:
         words = -(-columns // (32 // weights.num_bits))
         packed = Stored(f"{module}.weight_packed", "I32", (rows, words))
-        return [packed, scale, Stored(f"{module}.weight_shape", "I64", (2,))]
+        tensors = [packed, scale, Stored(f"{module}.weight_shape", "I64", (2,))]
+        if not weights.symmetric:  # zero points are packed along the rows
+            tensors.append(Stored(f"{module}.weight_zero_point", "I32", (-(-rows // (32 // weights.num_bits)), groups)))
+        return tensors
     return [Stored(f"{module}.weight", "I8" if weights.type == "int" else "F8_E4M3", (rows, columns)), scale]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from evalq.config import QuantArgs, QuantConfig, QuantGroup
+from evalq.config import QuantArgs, QuantConfig, QuantGroup, needs_calibration
 from evalq.errors import ConfigError
 from evalq.facts.schemes import matches
 from evalq.quantize.tensors import TensorInfo
@@ -109,6 +109,44 @@ def _source_problems(tensors: dict[str, TensorInfo], config: dict[str, Any], qua
 
 
 def _args_problems(quant: QuantConfig) -> list[str]:
+    """What can be made: by llm-compressor where calibration text is read, else by evalq's own rounding."""
+    return _calibrated_problems(quant) if needs_calibration(quant) else _rounded_problems(quant)
+
+
+def _calibrated_problems(quant: QuantConfig) -> list[str]:
+    """Packed int weights, symmetric or not; int8 and E4M3 weights with dynamic or (E4M3) static activations."""
+    problems: list[str] = []
+    for name, group in quant.groups.items():
+        weights, inputs, where = group.weights, group.input_activations, f"quant.groups.{name}"
+        if weights is None or weights.dynamic:
+            problems.append(f"{where}.weights must be given, with dynamic=false")
+            continue
+        packed = weights.type == "int" and inputs is None
+        bits = PACKED_BITS if packed else (8,)
+        if weights.num_bits not in bits:
+            problems.append(
+                f"{where}.weights.num_bits={weights.num_bits}: allowed here {_either(list(map(str, bits)))}"
+            )
+        if not packed and not weights.symmetric:
+            problems.append(
+                f"{where}.weights.symmetric=false has kernels for packed int weights only; use symmetric=true"
+            )
+        strategies = ("channel", "group") if packed else ("tensor", "channel")
+        if weights.strategy not in strategies:
+            problems.append(f"{where}.weights.strategy={weights.strategy}: allowed here {', '.join(strategies)}")
+        if inputs is None:
+            continue
+        static = not inputs.dynamic
+        wanted = ("float", 8, "tensor") if static else (weights.type, 8, "token")
+        if (inputs.type, inputs.num_bits, inputs.strategy) != wanted or inputs.type != weights.type:
+            problems.append(
+                f"{where}.input_activations must be 8 bit, of the weights' type, with strategy=token and dynamic=true, or "
+                "(float) strategy=tensor and dynamic=false"
+            )
+    return problems
+
+
+def _rounded_problems(quant: QuantConfig) -> list[str]:
     """What evalq rounds: int weights (channel, group; 8 bit with int8 activations), E4M3 weights (tensor, channel)."""
     problems: list[str] = []
     for name, group in quant.groups.items():
@@ -134,7 +172,7 @@ def _args_problems(quant: QuantConfig) -> list[str]:
         ):  # fmt: skip
             problems.append(
                 f"{where}.input_activations must be 8 bit, of type {weights.type}, strategy=token, dynamic=true and "
-                "symmetric=true; others need calibration"
+                "symmetric=true; others need quant.method=gptq, awq, smoothquant or autoround"
             )
     return problems
 

@@ -76,8 +76,10 @@ def _replace(temporary: Path, target: Path) -> None:
 
 
 def sync_files(folder: Path) -> None:
-    """fsync every file of a folder and the folder itself."""
+    """fsync every file of a folder and the folder itself; folders inside are the business of who made them."""
     for file in folder.iterdir():
+        if file.is_dir():
+            continue
         with open(file, "rb") as handle:
             os.fsync(handle.fileno())
     sync_folder(folder)

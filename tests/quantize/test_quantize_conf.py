@@ -16,7 +16,7 @@ from evalq.quantize.scheme import assign_layers, check_scheme
 from evalq.quantize.tensors import TensorInfo
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "quant"
-NAMES = ["baseline", "fp8-kv", "fp8-weights", "fp8-weights-kv", "int8-w8a8", "mixed-4-8", "w4a16"]
+NAMES = ["baseline", "fp8-kv", "fp8-static", "fp8-weights", "fp8-weights-kv", "int8-w8a8", "mixed-4-8", "w4a16"]
 HIDDEN, INTERMEDIATE, KV = 576, 1536, 192  # SmolLM2-135M
 
 
