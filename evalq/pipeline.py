@@ -31,6 +31,7 @@ from evalq.records import (
     ESTIMATES_FILE,
     VERDICT_FILE,
     Cell,
+    CheckpointId,
     Estimate,
     Failure,
     Record,
@@ -310,6 +311,7 @@ def _measure_anew(
         is_cpu=cell.is_cpu,
         predicted=cell.predicted,
         calibration=calibration_of(checkpoint),
+        checkpoint_id=checkpoint_id(cell, checkpoint),
     )
     record = _run_past_busy_port(spec, cell, watcher, command)
     folder = keep_record(cell.places.records, work, record, composed_yaml(cell.config))
@@ -317,6 +319,18 @@ def _measure_anew(
     if secret is not None:
         seal(folder, secret)
     return Measured(record, folder, reused=False)
+
+
+def checkpoint_id(cell: Prepared, checkpoint: Path) -> CheckpointId | None:
+    """What the engine loads, by content; None for random weights."""
+    from evalq.quantize import weights_hash
+
+    if is_dummy(cell):
+        return None
+    inside = checkpoint.is_relative_to(cell.places.root)
+    location = str(checkpoint.relative_to(cell.places.root)) if inside else cell.config.model.hub_id or checkpoint.name
+    size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors")) or None
+    return CheckpointId(location, weights_hash(checkpoint), size)
 
 
 def _run_past_busy_port(spec: WorkerSpec, cell: Prepared, watcher: Watcher, command: Sequence[str]) -> Record:

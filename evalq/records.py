@@ -142,6 +142,15 @@ class Calibration:
 
 
 @dataclass(frozen=True)
+class CheckpointId:
+    """The checkpoint that the engine loaded."""
+
+    location: str  # relative to the run's root where it lies there, else the folder's name or the hub's id
+    weights_sha256: str  # evalq.quantize.weights_hash: safetensors files and config.json
+    checkpoint_bytes: int | None
+
+
+@dataclass(frozen=True)
 class Failure:
     kind: str  # one of errors.FAILURE_KINDS
     message: str
@@ -172,6 +181,7 @@ class Record:
     failure: Failure | None
     tables: dict[str, str]  # table name -> sha256 of its Parquet file
     calibration: Calibration | None = None  # None: the checkpoint was not calibrated by evalq
+    checkpoint: CheckpointId | None = None  # None in older records and for random weights
 
 
 @dataclass(frozen=True)

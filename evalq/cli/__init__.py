@@ -23,6 +23,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "inspect": ("evalq.cli.inspect", "what changed: flipped items, worst documents and tokens in their context"),
     "explain": ("evalq.cli.explain", "what an engine's error text means and what to do"),
     "ui": ("evalq.cli.ui", "MLflow's pages on the right store, on 127.0.0.1"),
+    "promote": ("evalq.cli.promote", "register a checkpoint that passes in MLflow, as release-candidate"),
     "sync": ("evalq.cli.sync", "upload to MLflow what is not there yet"),
 }
 

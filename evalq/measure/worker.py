@@ -31,6 +31,7 @@ from evalq.measure import data
 from evalq.records import (
     Calibration,
     Cell,
+    CheckpointId,
     Record,
     Scalar,
     TaskScores,
@@ -68,6 +69,7 @@ class WorkerSpec:
     is_cpu: bool
     predicted: dict[str, int | None]
     calibration: Calibration | None = None
+    checkpoint_id: CheckpointId | None = None
 
 
 class Events:
@@ -239,6 +241,7 @@ def _measure_on(
         failure=None,
         tables={},
         calibration=spec.calibration,
+        checkpoint=spec.checkpoint_id,
     )
     with events.timed("write", "writing the record"):
         return _write(work, record, tables)

@@ -23,13 +23,14 @@ def text_sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def weights_hash(folder: Path, progress: Progress | None = None) -> str:
+def weights_hash(folder: Path, progress: Progress | None = None, trust_cache: bool = True) -> str:
     """sha256 over the safetensors files' contents and config.json; file hashes are kept beside, by size and mtime.
 
+    trust_cache=False reads every byte again: who can change a file can also change what is kept beside it.
     Errors: as evalq.quantize.tensors.weight_files.
     """
     files = [*weight_files(folder), folder / CONFIG_FILE]
-    cached = _read_hash_cache(folder)
+    cached = _read_hash_cache(folder) if trust_cache else {}
     hashes: dict[str, dict[str, Any]] = {}
     for number, file in enumerate(files):
         if progress is not None:

@@ -17,7 +17,7 @@ import yaml
 
 from evalq import __version__
 from evalq.errors import MeasurementError
-from evalq.records import Estimate, Record, Verdict, read_record
+from evalq.records import RECORD_FILE, Estimate, Record, Verdict, file_sha256, read_record
 from evalq.tracking import content, summary
 from evalq.tracking.card import CARD_FILE, model_card
 from evalq.tracking.differences import difference_tables
@@ -154,6 +154,7 @@ class Upload:
                 "evalq.artifacts": refusal or "complete",
                 "evalq.gate_eligible": "true" if not refusal and loaded.record.status == "complete" else "false",
                 "evalq.content": digest,
+                "evalq.record_sha256": file_sha256(loaded.folder / RECORD_FILE),
             },
         )
         _, end = content.times_of(loaded.record)
