@@ -87,6 +87,8 @@ def collect(arguments: list[str]) -> list[RunConfig]:
 
     program = hydra_main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(task)
     flags, overrides = split_flags(arguments)
+    if experiment_lists(overrides) and "-m" not in flags and not set(flags) & {"--cfg", "-c", "--info", "-i"}:
+        flags.append("-m")
     if "-m" in flags and set(flags) & {"--cfg", "-c", "--info", "-i"}:
         raise ConfigError("--cfg and --info print one config and -m asks for several; leave one of them out")
     with (
@@ -136,7 +138,7 @@ def prepare(overrides: list[str], wanted: bool = True) -> list[str]:
     problems: list[str] = []
     ready: list[str] = []
     chosen: set[str] = set()
-    for override in overrides:
+    for override in [*overrides, *experiment_lists(overrides)]:
         match = OVERRIDE.fullmatch(override)
         if not match:
             if not override.startswith("~"):
@@ -165,6 +167,35 @@ def prepare(overrides: list[str], wanted: bool = True) -> list[str]:
     if "gpu" not in chosen:
         ready.append(f"gpu={detect()}")
     return ready
+
+
+def experiment_lists(overrides: list[str]) -> list[str]:
+    """The lists of the chosen experiment file (its hydra.sweeper.params) as overrides, but for keys that were given.
+
+    Errors: ConfigError for a file that is no YAML mapping, and for several experiments of which one has lists.
+    """
+    parts = [match for match in map(OVERRIDE.fullmatch, overrides) if match]
+    given = {match["key"] for match in parts}
+    chosen = [name.strip() for match in parts if match["key"] == "experiment" for name in match["value"].split(",")]
+    found = {name: lists for name in chosen if (lists := _lists_of(name))}
+    if found and len(chosen) > 1:
+        raise ConfigError(
+            f"experiment={','.join(chosen)}: {', '.join(found)} has lists of its own; run one experiment at a time"
+        )
+    lists = next(iter(found.values()), {})
+    return [f"{key}={value}" for key, value in lists.items() if key.lstrip("+") not in given]
+
+
+def _lists_of(experiment: str) -> dict[str, str]:
+    file = conf_dir() / "experiment" / f"{experiment}.yaml"
+    if not file.is_file():
+        return {}
+    try:
+        data = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # every scalar stays the text it is
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}); correct the file") from error
+    params = ((data or {}).get("hydra") or {}).get("sweeper", {}).get("params") or {}
+    return {str(key): ",".join(value) if isinstance(value, list) else str(value) for key, value in params.items()}
 
 
 def _detected(value: str) -> str:

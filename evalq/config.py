@@ -252,6 +252,23 @@ class TrackingConfig:
 
 
 @dataclass
+class ExecutorConfig:
+    """Where the cells of a sweep run. A single cell runs here and now, whatever this says, unless name=ray."""
+
+    name: str = "local"  # local (processes on this machine) | ray (tasks on a Ray cluster)
+    workers: int | None = None  # cells at once; null = as many as the devices hold
+    resume: bool = True  # what an earlier start of the same sweep finished is not measured again
+    retries: int = 0  # further tries of a cell whose process or machine was lost; a cell that failed by itself is never tried again
+    address: str | None = (
+        None  # Ray cluster: auto, host:port or ray://host:port; null = $RAY_ADDRESS, else one started here
+    )
+    records: str = (
+        "returned"  # ray: returned (through the object store) | shared (paths.root is one folder on all machines)
+    )
+    resource: str | None = None  # ray: resource that a machine declares one of per device; null = evalq_<gpu>
+
+
+@dataclass
 class PathsConfig:
     """Where things go. Relative paths are relative to `root`, from wherever evalq is called."""
 
@@ -277,6 +294,7 @@ class RunConfig:
     search: SearchConfig = field(default_factory=SearchConfig)
     gate: GateConfig = field(default_factory=GateConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    executor: ExecutorConfig = field(default_factory=ExecutorConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
     reuse_baseline: bool = True
     aa: bool = False  # measure the baseline once more, in another order and in other batches: the A/A floor
@@ -295,6 +313,7 @@ GROUPS: dict[str, type] = {
     "search": SearchConfig,
     "gate": GateConfig,
     "tracking": TrackingConfig,
+    "executor": ExecutorConfig,
     "paths": PathsConfig,
 }
 
@@ -333,7 +352,7 @@ def needs_calibration(quant: QuantConfig) -> bool:
 def measured_part(config: RunConfig) -> dict[str, Any]:
     """The config without what changes no measurement; calibration only where the scheme reads calibration text."""
     data = dataclasses.asdict(config)
-    silent = ["paths", "tracking", "gate", "search", "progress", "reuse_baseline", "aa"]
+    silent = ["paths", "tracking", "gate", "executor", "search", "progress", "reuse_baseline", "aa"]
     if not needs_calibration(config.quant):
         silent.append("calibration")
     for key in silent:
@@ -343,7 +362,7 @@ def measured_part(config: RunConfig) -> dict[str, Any]:
 
 
 def config_hash(config: RunConfig) -> str:
-    """sha256 of the effective config of the cell: what changes no measurement (paths, tracking, gate) is left out."""
+    """sha256 of the effective config of the cell: what changes no measurement (paths, tracking, gate, executor) is left out."""
     data = measured_part(config)
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
@@ -357,6 +376,7 @@ def check(config: RunConfig) -> None:
         *_check_tasks(config),
         *_check_calibration(config.calibration),
         *_check_search(config.search),
+        *_check_executor(config.executor),
         *check_gate(config.gate),
     ]
     if problems:
@@ -513,6 +533,21 @@ def _check_search(search: SearchConfig) -> list[str]:
             problems.append(f"search.final_share={search.final_share} must be above 0 % and below 100 %")
     except ConfigError as error:
         problems.extend(error.problems)
+    return problems
+
+
+def _check_executor(executor: ExecutorConfig) -> list[str]:
+    problems = []
+    if executor.name not in ("local", "ray"):
+        problems.append(f"executor.name={executor.name!r}: {nearest(executor.name, ('local', 'ray'))}")
+    if executor.records not in ("returned", "shared"):
+        problems.append(f"executor.records={executor.records!r}: {nearest(executor.records, ('returned', 'shared'))}")
+    if executor.workers is not None and executor.workers < 1:
+        problems.append(
+            f"executor.workers={executor.workers} must be 1 or more, or null for as many as the devices hold"
+        )
+    if executor.retries < 0:
+        problems.append(f"executor.retries={executor.retries} must be 0 or more")
     return problems
 
 

@@ -5,6 +5,7 @@ Everything before `measure` is cheap and may refuse; what was measured is a reco
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import hashlib
@@ -23,9 +24,10 @@ from evalq.errors import ConfigError, EvalqError, InfeasibleError, MeasurementEr
 from evalq.facts.gpus import detect, gpu_facts
 from evalq.judge.seal import seal, seal_key, why_unsealed
 from evalq.measure import data
-from evalq.measure.cells import CellLock, find_baseline, keep_record
+from evalq.measure.cells import CellLock, find_baseline, find_hinted, keep_record
 from evalq.measure.device import check_device_clean
 from evalq.measure.launch import WORKER, Watcher, run_worker
+from evalq.measure.lease import leased
 from evalq.measure.worker import WorkerSpec
 from evalq.records import (
     ESTIMATES_FILE,
@@ -94,8 +96,11 @@ def places_of(config: RunConfig) -> Places:
     )
 
 
-def prepare(config: RunConfig) -> Prepared:
-    """Everything that can refuse the cell before anything runs. Errors: ConfigError, InfeasibleError."""
+def prepare(config: RunConfig, elsewhere: bool = False) -> Prepared:
+    """Everything that can refuse the cell before anything runs; `elsewhere`: it will run on another machine than this one.
+
+    Errors: ConfigError, InfeasibleError.
+    """
     from evalq.facts.models import facts_of
     from evalq.judge.complete import required_tasks
     from evalq.judge.policy import checked_policy
@@ -118,13 +123,19 @@ def prepare(config: RunConfig) -> Prepared:
     name = here if config.gpu.name == "auto" else config.gpu.name
     resolved = dataclasses.replace(config, gpu=dataclasses.replace(config.gpu, name=name))
     resolved = with_needs(resolved, facts_of(config.model), gpu_facts(name))
-    if name != here:
+    if name != here and not elsewhere:
         raise InfeasibleError(
             f"gpu={name} was asked for and this machine has {here}; run it there, or plan it with: "
             f"evalq plan +model={config.model.name} +quant={config.quant.name} +gpu={name}"
         )
     return Prepared(
-        resolved, places_of(config), name == "cpu", device_name(name), sources, warnings, predict_ledger(resolved)
+        resolved,
+        places_of(config),
+        name == "cpu",
+        device_name(name) if name == here else name,
+        sources,
+        warnings,
+        predict_ledger(resolved),
     )
 
 
@@ -252,28 +263,61 @@ def calibrated_checkpoint(
     return make_calibrated(order, places.checkpoints, places.root / "environments", progress, out)
 
 
-def measure(cell: Prepared, watcher: Watcher, command: Sequence[str] = WORKER, reuse: bool = False) -> Measured:
-    """Measure the cell in a child process, or (reuse) take the stored record of the very same measurement.
+@dataclass(frozen=True)
+class Identified:
+    """A cell with its checkpoint at hand. Equal `key` = the same measurement."""
 
-    Errors: EvalqError; the failure is on disk as a record of status "failed" too.
-    """
+    source: Path
+    identity: dict[str, Scalar]
+    key: str
+    work: Path  # folder of the measurement while it runs; engine.log is in it
+
+
+def identify(cell: Prepared, watcher: Watcher) -> Identified:
+    """Find (or fetch) the source checkpoint and say which measurement this is. Errors: EvalqError."""
     source = source_folder(cell, watcher)
     identity = identity_of(cell, source)
     key = reuse_key(cell, identity)
-    with CellLock(cell.places.records, key, watcher):
-        stored = find_baseline(cell.places.records, key) if reuse else None
-        if stored is not None and _is_trusted(stored[1]):
-            watcher.stage("reuse", f"using the stored record {stored[0].record_id}")
-            return Measured(*stored, reused=True)
-        work = cell.places.records / ".work" / key[:24]
+    return Identified(source, identity, key, cell.places.records / ".work" / key[:24])
+
+
+def stored_record(cell: Prepared, known: Identified, since: float | None, hint: str = "") -> Measured | None:
+    """The stored record of this very measurement: record `hint`, else the newest made at or after `since` (Unix seconds)."""
+    if since is None:
+        return None
+    records = cell.places.records
+    found = find_hinted(records, known.key, hint) or find_baseline(records, known.key, since)
+    return Measured(*found, reused=True) if found and _is_trusted(found[1]) else None
+
+
+def measure(
+    cell: Prepared,
+    watcher: Watcher,
+    command: Sequence[str] = WORKER,
+    reuse: bool = False,
+    since: float | None = None,
+    hint: str = "",
+    known: Identified | None = None,
+) -> Measured:
+    """Measure the cell in a child process, or take the stored record of the very same measurement.
+
+    `reuse`: any stored one will do; `since`: one made at or after that time (Unix seconds); `hint`: this record first.
+    Errors: EvalqError; the failure is on disk as a record of status "failed" too.
+    """
+    known = known or identify(cell, watcher)
+    with CellLock(cell.places.records, known.key, watcher):
+        stored = stored_record(cell, known, 0.0 if reuse else since, hint)
+        if stored is not None:
+            watcher.stage("reuse", f"using the stored record {stored.record.record_id}")
+            return stored
         record_id = new_record_id(cell)
         try:
-            return _measure_anew(cell, source, identity, key, work, record_id, watcher, command)
+            return _measure_anew(cell, known, record_id, watcher, command)
         except (EvalqError, OSError) as error:
-            known = error if isinstance(error, EvalqError) else disk_error(error)
-            folder = _keep_failure(cell, identity, key, work, record_id, known)
-            known.add_note(f"record: {folder}")
-            raise known from error
+            failure = error if isinstance(error, EvalqError) else disk_error(error)
+            folder = _keep_failure(cell, known.identity, known.key, known.work, record_id, failure)
+            failure.add_note(f"record: {folder}")
+            raise failure from error
 
 
 def _is_trusted(folder: Path) -> bool:
@@ -283,20 +327,12 @@ def _is_trusted(folder: Path) -> bool:
 
 
 def _measure_anew(
-    cell: Prepared,
-    source: Path,
-    identity: dict[str, Scalar],
-    key: str,
-    work: Path,
-    record_id: str,
-    watcher: Watcher,
-    command: Sequence[str],
+    cell: Prepared, known: Identified, record_id: str, watcher: Watcher, command: Sequence[str]
 ) -> Measured:
+    """The measurement itself, with its devices to itself."""
     from evalq.quantize.calibrated import calibration_of
 
-    checkpoint = cell_checkpoint(cell, source, watcher)
-    if not cell.is_cpu:
-        check_device_clean(cell.config.gpu.memory_utilization)
+    checkpoint = cell_checkpoint(cell, known.source, watcher)
     spec = WorkerSpec(
         run_id=secrets.token_hex(16),
         record_id=record_id,
@@ -304,17 +340,20 @@ def _measure_anew(
         config=dataclasses.asdict(cell.config),
         checkpoint=str(checkpoint),
         checkpoint_bytes=sum(file.stat().st_size for file in checkpoint.glob("*.safetensors")) or None,
-        identity=identity,
+        identity=known.identity,
         config_hash=config_hash(cell.config),
-        reuse_key=key,
-        work_dir=str(work),
+        reuse_key=known.key,
+        work_dir=str(known.work),
         is_cpu=cell.is_cpu,
         predicted=cell.predicted,
         calibration=calibration_of(checkpoint),
         checkpoint_id=checkpoint_id(cell, checkpoint),
     )
-    record = _run_past_busy_port(spec, cell, watcher, command)
-    folder = keep_record(cell.places.records, work, record, composed_yaml(cell.config))
+    with _devices(cell, watcher) as gpus:
+        if not cell.is_cpu:
+            check_device_clean(cell.config.gpu.memory_utilization, ids=gpus or None)
+        record = _run_past_busy_port(spec, cell, watcher, command)
+    folder = keep_record(cell.places.records, known.work, record, composed_yaml(cell.config))
     secret = seal_key()
     if secret is not None:
         seal(folder, secret)
@@ -331,6 +370,15 @@ def checkpoint_id(cell: Prepared, checkpoint: Path) -> CheckpointId | None:
     location = str(checkpoint.relative_to(cell.places.root)) if inside else cell.config.model.hub_id or checkpoint.name
     size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors")) or None
     return CheckpointId(location, weights_hash(checkpoint), size)
+
+
+def _devices(cell: Prepared, watcher: Watcher) -> contextlib.AbstractContextManager[list[str]]:
+    """The cell's devices, leased; none where vLLM spreads over a Ray cluster and finds its own."""
+    engine = cell.config.engine
+    if engine.extra.get("distributed_executor_backend") == "ray":
+        return contextlib.nullcontext([])
+    count = engine.tensor_parallel_size * engine.pipeline_parallel_size
+    return leased(cell.is_cpu, count, lambda text: watcher.stage("wait", text), cell.config.gpu.cpu_threads)
 
 
 def _run_past_busy_port(spec: WorkerSpec, cell: Prepared, watcher: Watcher, command: Sequence[str]) -> Record:

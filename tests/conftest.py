@@ -21,6 +21,12 @@ def _composed(overrides: tuple[str, ...]) -> RunConfig:
     return compose(list(overrides))
 
 
+@pytest.fixture(autouse=True)
+def own_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests do not wait for the devices that a real run on this host holds."""
+    monkeypatch.setenv("EVALQ_LEASES", str(tmp_path / "leases"))
+
+
 @pytest.fixture
 def cell_config(tmp_path: Path) -> Callable[..., RunConfig]:
     """cell_config("fp8-kv", "tasks=smoke"): a composed cell of the small model on the CPU, untracked, under tmp_path/root."""

@@ -6,6 +6,7 @@ a function below without its underscore, and its keyword arguments.
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import signal
@@ -75,6 +76,7 @@ def write(spec: Any, increase: float = 0.0, noise: float = 0.002, documents: int
     if not spec.cell.is_baseline:
         rows = build.damaged(rows, increase, noise)
     fields = {"run_id": spec.run_id, "record_id": spec.record_id, "cell": spec.cell}
+    fields["created_at"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     fields |= {"config_hash": spec.config_hash, "reuse_key": spec.reuse_key, "quant": spec.cell.quant, **changes}
     made = build.record(spec.cell.quant, rows, fingerprint=spec.identity, **fields)
     build.write(Path(spec.work_dir) / "record", made, rows)
@@ -170,7 +172,7 @@ def _family(spec: Any, pids: str = "", then: str = "never") -> int:
 def _die_with_parent(spec: Any, pids: str) -> int:
     from evalq.measure import worker
 
-    worker._die_with_parent()
+    worker.die_with_parent()
     return _family(spec, pids)
 
 

@@ -186,7 +186,7 @@ def test_baseline_alone_is_measured_and_ends_with_0(tmp_path: Path, cell_config:
 
 
 def test_worst_exit_code_wins(cell_config: Any, run: Any) -> None:
-    configs = [cell_config(q) for q in ("fp8-kv", "int8-w8a8", "w4a16")]
+    configs = [cell_config(q, "executor.resume=false") for q in ("fp8-kv", "int8-w8a8", "w4a16")]
     worse = {"act": "record", "increase": 0.05}
     unclear = {"act": "record", "increase": 0.012, "noise": 0.05}
     assert run(configs, int8_w8a8=unclear).exit_code == 3
@@ -209,12 +209,21 @@ def test_no_cell_at_all_is_no_success() -> None:
     assert sweep.SweepResult().exit_code == 2
 
 
-def test_same_cell_twice_is_refused(tmp_path: Path, cell_config: Any, run: Any) -> None:
+def test_same_cell_twice_is_measured_once(tmp_path: Path, cell_config: Any, run: Any) -> None:
+    """a3: by the same name or another one, one effective config is one cell, and that is said."""
     other = cell_config("fp8-kv")
     other.quant = dataclasses.replace(other.quant, name="my-fp8", notes=["by another name"])
-    for pair in ([cell_config("fp8-kv"), cell_config("fp8-kv")], [cell_config("fp8-kv"), other]):
-        with pytest.raises(ConfigError, match="is the same as smollm2-135m fp8-kv"):
-            run(pair)
+    told = Told()
+    result = run([cell_config("fp8-kv"), cell_config("fp8-kv"), other], told)
+    assert starts(tmp_path / "stub") == ["baseline", "fp8-kv"]
+    assert [cell.config.quant.name for cell in result.cells] == ["fp8-kv"]
+    assert [text for text in told.said if "is the same as smollm2-135m fp8-kv" in text] == result.messages
+    assert result.messages[1].startswith("smollm2-135m my-fp8 is the same")
+
+
+def test_one_cell_under_two_policies_is_refused(tmp_path: Path, cell_config: Any, run: Any) -> None:
+    with pytest.raises(ConfigError, match="two gate policies"):
+        run([cell_config("fp8-kv"), cell_config("fp8-kv", "gate.target=0.5%")])
     assert starts(tmp_path / "stub") == []
 
 
@@ -230,9 +239,9 @@ def test_scheme_that_changes_nothing_is_refused(tmp_path: Path, cell_config: Any
 def test_all_config_problems_are_told_before_anything_starts(tmp_path: Path, cell_config: Any, run: Any) -> None:
     nowhere = cell_config("fp8-kv", "data=local", "data.root=/no/such/folder")
     with pytest.raises(ConfigError) as caught:
-        run([nowhere, cell_config("w4a16"), cell_config("w4a16")])
+        run([nowhere, cell_config("w4a16"), cell_config("w4a16", "gate.target=0.5%")])
     assert "/no/such/folder" in str(caught.value)
-    assert "is the same as" in str(caught.value)
+    assert "two gate policies" in str(caught.value)
     assert starts(tmp_path / "stub") == []
 
 

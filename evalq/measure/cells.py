@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import fcntl
 import os
 import shutil
@@ -15,6 +16,8 @@ from evalq.errors import RecordError
 from evalq.measure.launch import Watcher
 from evalq.measure.worker import RECORD_FOLDER
 from evalq.records import RECORD_FILE, TABLES, Record, read_record, read_table, sync_folder, write_text
+
+CLOCK_SECONDS = 1.0  # records tell their time in whole seconds
 
 
 class CellLock:
@@ -50,21 +53,38 @@ class CellLock:
             self._file.close()
 
 
-def find_baseline(records: Path, key: str) -> tuple[Record, Path] | None:
-    """The newest complete record of exactly this measurement whose tables are whole; None when there is none."""
+def find_baseline(records: Path, key: str, since: float = 0.0) -> tuple[Record, Path] | None:
+    """The newest complete record of exactly this measurement whose tables are whole, made at or after `since` (Unix seconds).
+
+    None when there is none.
+    """
     if not records.is_dir():
         return None
     for folder in sorted(records.iterdir(), key=_age):
-        if folder.name.startswith("."):
+        if folder.name.startswith(".") or -_age(folder) < since - CLOCK_SECONDS:
             continue
-        with contextlib.suppress(RecordError, OSError):  # a damaged or unreadable record is not this one
-            if not (folder / RECORD_FILE).is_file():
-                continue
-            record = read_record(folder)
-            if record.reuse_key == key and record.status == "complete":
-                for table in TABLES:
-                    read_table(folder, record, table)
-                return record, folder
+        found = _usable(folder, key)
+        if found is not None and datetime.datetime.fromisoformat(found.created_at).timestamp() >= since - CLOCK_SECONDS:
+            return found, folder
+    return None
+
+
+def find_hinted(records: Path, key: str, record_id: str) -> tuple[Record, Path] | None:
+    """Record `record_id`, when it is still a complete record of this measurement."""
+    found = _usable(records / record_id, key) if record_id else None
+    return (found, records / record_id) if found else None
+
+
+def _usable(folder: Path, key: str) -> Record | None:
+    """The record in `folder` when it is complete, of this key, and whole with its tables."""
+    with contextlib.suppress(RecordError, OSError):  # a damaged or unreadable record is not this one
+        if not (folder / RECORD_FILE).is_file():
+            return None
+        record = read_record(folder)
+        if record.reuse_key == key and record.status == "complete":
+            for table in TABLES:
+                read_table(folder, record, table)
+            return record
     return None
 
 

@@ -24,9 +24,10 @@ KILL_GRACE_SECONDS = 5.0
 class Family:
     """The worker `leader`, its process group, and every process with its mark in the environment."""
 
-    def __init__(self, leader: int, mark: str) -> None:
+    def __init__(self, leader: int, mark: str, name: str = MARK) -> None:
         self.leader = leader
         self._mark = mark
+        self._name = name
         self._born = 0.0
         import psutil
 
@@ -52,7 +53,7 @@ class Family:
         if process.pid == self.leader:
             return process.create_time() == self._born
         with contextlib.suppress(psutil.AccessDenied):
-            if process.environ().get(MARK) == self._mark:
+            if process.environ().get(self._name) == self._mark:
                 return True
         return self._born > 0 and os.getpgid(process.pid) == self.leader
 

@@ -105,7 +105,7 @@ class Events:
 
 def main(arguments: list[str]) -> int:
     """Exit 0 only when a complete record was written; failures are told to the parent as an event."""
-    _die_with_parent()
+    die_with_parent()
     spec = read_spec(Path(arguments[0]))
     events = Events(_take_over_output(Path(spec.work_dir) / "engine.log"))
     try:
@@ -133,7 +133,7 @@ def read_spec(path: Path) -> WorkerSpec:
     return spec
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask Linux to kill this process when its parent dies, however it dies."""
     with contextlib.suppress(OSError, AttributeError):
         pr_set_pdeathsig = 1

@@ -33,6 +33,18 @@ class QuietWatcher:
 
     def say(self, text: str) -> None: ...
 
+    def expect(self, cells: list[str]) -> None:
+        """The cells that the sweep was asked for."""
+
+    def state(self, cell: str, state: str, detail: str = "") -> None:
+        """A measurement is planned, running, done or failed."""
+
+    def log(self, cell: str, file: str | None) -> None:
+        """Where the engine of a running measurement writes its log."""
+
+    def line(self, text: str) -> None:
+        """The last line of an engine's log that lies on another machine."""
+
 
 class PlainWatcher(QuietWatcher):
     """One line per stage, and one every half minute in long stages: for logs and CI."""

@@ -178,10 +178,10 @@ def test_unknown_verb_ends_with_2(call: Any) -> None:
 def test_unexpected_error_is_5_never_the_1_of_python_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(config: Any) -> Any:
+    def broken(config: Any, elsewhere: bool = False) -> Any:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("evalq.sweep.prepare", broken)
+    monkeypatch.setattr("evalq.sweep.check.prepare", broken)
     assert main(["+quant=fp8-kv", *CELL]) == 5
     said = capsys.readouterr()
     assert last_json(said.out)["exit_code"] == 5

@@ -265,9 +265,9 @@ def test_worker_dies_with_its_parent_without_any_guard(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     child = (
         f"import sys; sys.path.insert(0, {str(TESTS.parent)!r})\n"
-        "from evalq.measure.worker import _die_with_parent\n"
+        "from evalq.measure.worker import die_with_parent\n"
         "import os, time\n"
-        "_die_with_parent()\n"
+        "die_with_parent()\n"
         f"open({str(note)!r}, 'w').write(str(os.getpid()))\n"
         "time.sleep(60)"
     )
