@@ -167,6 +167,24 @@ def test_every_estimate_stands_with_its_n(page: Page) -> None:
 
 
 @drawing
+def test_figures_in_a_picture_are_not_cut() -> None:
+    """Coordinates are shortened; a figure that is shown never is."""
+    row = {
+        "name": "scheme 0.12345",
+        "value": 0.00123,
+        "low": 0.001,
+        "high": 0.00145,
+        "label": "0.00123 (p=0.0456)",
+        "ink": "red",
+    }
+    drawn = svg_of(interval_rows([row], "0.98765 of it")(760), "value 0.00123")
+    for text in ("scheme 0.12345", "0.00123 (p=0.0456)", "0.98765 of it", 'aria-label="value 0.00123"'):
+        assert text in drawn
+    coordinates = re.findall(r"translate\(([\d.]+),", drawn)
+    assert all(len(number.partition(".")[2]) <= 2 for number in coordinates)
+
+
+@drawing
 def test_charts_are_drawn_for_both_widths(page: Page) -> None:
     text = page_html(page)
     charts = text.count("<figure>")

@@ -75,8 +75,13 @@ def _as_image(svg: str, description: str) -> str:
     width, height = map(float, re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups())  # type: ignore[union-attr]
     left, right = (28, 48) if width > 600 else (18, 14)
     label = clean(description).replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
-    body = re.sub(r"(\d+\.\d{2})\d+", r"\1", re.sub(r"^<svg[^>]*>", "", svg))
-    body = re.sub(r"<g [^>]*>", lambda group: re.sub(r' (?:role|aria-\w+)="[^"]*"', "", group[0]), body)
+    body = re.sub(r"<\w[^>]*>", _lighter, re.sub(r"^<svg[^>]*>", "", svg))
     wide = width + left + right
     box = f'viewBox="{-left} 0 {wide:g} {height:g}" style="width:{wide:g}px;max-width:100%"'
     return f'<svg role="img" aria-label="{label}" {box}>{body}'
+
+
+def _lighter(element: re.Match[str]) -> str:
+    """An element's opening without roles, its coordinates with two decimals; text between elements stays as it is."""
+    plain = re.sub(r' (?:role|aria-\w+)="[^"]*"', "", element[0])
+    return re.sub(r"(\d+\.\d{2})\d+", r"\1", plain)

@@ -198,7 +198,7 @@ def position_section(group: Group) -> list[Block]:
             table,
         )
         blocks.insert(0, chart)
-    return [*blocks, Text(f"KL divergence is {note}.", "note")] if note else blocks
+    return [*blocks, Text(f"About the KL divergence: {note}.", "note")] if note else blocks
 
 
 def _fidelity_table(found: list[Candidate]) -> Table:
