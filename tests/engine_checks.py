@@ -81,6 +81,10 @@ def main(models: str) -> None:
         answers[task]["prompt_logprobs"] = ask(task, limit)
         engine.scorer = "hook"
         answers[task]["lm-eval"] = ask(task, limit, lm_evals_own(engine))
+    from evalq.measure.outputs import write_outputs
+
+    write_outputs(engine, ["What is the capital of France?", "Count to three."], 12, Path(models), None)
+    answers["outputs"] = json.loads((Path(models) / "outputs.json").read_text())
     applied = engine.describe()[0]
     answers |= counts | {"settings": engine.settings(), "kv": applied["kv_cache"], "scales": applied["kv_scales"]}
     answers["engine"] = dataclasses.asdict(config.engine)

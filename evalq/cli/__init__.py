@@ -24,6 +24,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "explain": ("evalq.cli.explain", "what an engine's error text means and what to do"),
     "ui": ("evalq.cli.ui", "MLflow's pages on the right store, on 127.0.0.1"),
     "promote": ("evalq.cli.promote", "register a checkpoint that passes in MLflow, as release-candidate"),
+    "review": (
+        "evalq.cli.review",
+        "let people compare outputs of baseline and candidate, blind, and read their answers",
+    ),
     "sync": ("evalq.cli.sync", "upload to MLflow what is not there yet"),
 }
 

@@ -70,6 +70,8 @@ class WorkerSpec:
     predicted: dict[str, int | None]
     calibration: Calibration | None = None
     checkpoint_id: CheckpointId | None = None
+    prompts: list[str] = dataclasses.field(default_factory=list)  # to generate from, for people to review
+    output_tokens: int = 0  # at most, of each
 
 
 class Events:
@@ -218,6 +220,11 @@ def _measure_on(
         with events.timed("load", "measuring throughput"):
             load = measure_load(engine, config.load, engine.vocabulary, config.engine.seed, events.progress)
         loads[load.name] = load
+    if spec.prompts:
+        from evalq.measure.outputs import write_outputs
+
+        with events.timed("generate", "generating outputs"):
+            write_outputs(engine, spec.prompts, spec.output_tokens, work, events.progress)
     ranks = engine.describe()
     ledger = measure_ledger(config, settings, ranks, spec.checkpoint_bytes)
     record = Record(
