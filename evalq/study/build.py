@@ -23,7 +23,7 @@ from evalq.report.page.view import Candidate, Causes, Group, StudyView
 from evalq.study.causes import find_causes
 from evalq.study.claims import claims_of
 from evalq.study.gather import Bundle, Found, bundle, read_all
-from evalq.study.tradeoff import recommendation, tradeoff_of
+from evalq.study.tradeoff import placed_cells, recommendation
 
 
 def build_study(
@@ -66,9 +66,9 @@ def _group(home: Bundle, gate: GateConfig, anew: bool, notes: list[str]) -> Grou
         floor,
         _model_notes(shown.folder, cell.model),
     )
-    tradeoff = tradeoff_of(group)
+    placed = placed_cells((home.baseline.record, home.baseline.folder) if home.baseline else None, candidates)
     return dataclasses.replace(
-        group, claims=claims_of(group), tradeoff=tradeoff, recommendation=recommendation(group, tradeoff)
+        group, claims=claims_of(group), placed=placed, recommendation=recommendation(candidates, placed)
     )
 
 

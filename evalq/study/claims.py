@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from evalq.records import Record
-from evalq.report.page.view import Candidate, Claim, Group
-from evalq.study.tradeoff import KV_TOKENS, total_bytes
+from evalq.report.page.view import KV_TOKENS, Candidate, Claim, Group, total_bytes
 
 AGREES, DIFFERS, OPEN = "agrees", "differs", "open"
 Answer = tuple[str, str]

@@ -36,7 +36,7 @@ def test_a_study_by_name(study: Path, tmp_path: Path) -> None:
     cells = [{"folder": name} for name in ("baseline", "w4a16")]
     write_text(study / "studies" / "n.json", json.dumps({"study": "tonight", "cells": cells}))
     assert main(["report", "tonight", "--records", str(study), "--out", str(tmp_path / "out")]) == 0
-    assert "Ship none of these schemes" in (tmp_path / "out" / "index.html").read_text()
+    assert "keep the unquantised model" in (tmp_path / "out" / "index.html").read_text()
 
 
 def test_judged_where_no_verdict_is_kept(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

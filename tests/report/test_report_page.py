@@ -134,7 +134,7 @@ def test_sections_in_the_order_of_the_questions(page: Page) -> None:
     assert anchors[:3] == ["verdicts", "claims", "quality"]
     assert {"memory", "speed", "trade-off", "position", "causes", "comparability", "environment"} <= set(anchors)
     assert isinstance(page.lead[0], Text)
-    assert page.lead[0].text.startswith("Ship fp8-kv")
+    assert page.lead[0].text.startswith("tiny on h200: ship fp8-kv.")
     assert "1 PASS, 1 PASS (warning), 1 FAIL" in page.lead[0].text
 
 

@@ -6,13 +6,16 @@ import dataclasses
 from pathlib import Path
 
 import record_builder as build
+import study_builder
 
 from evalq.config import GateConfig
 from evalq.judge.gate import no_verdict
-from evalq.records import Check, Estimate, Ledger, Verdict
-from evalq.report.page.view import Candidate, Causes, Group
+from evalq.records import Check, Estimate, Ledger, Verdict, read_record, to_json, write_text
+from evalq.report.page.view import KV_TOKENS, Candidate, Causes, Group
+from evalq.study.build import build_study
 from evalq.study.claims import claims_of
-from evalq.study.tradeoff import KV_TOKENS, recommendation, tradeoff_of
+from evalq.study.gather import record_folders
+from evalq.study.tradeoff import recommendation
 
 ROWS = build.baseline_rows(3, 4)
 
@@ -40,45 +43,33 @@ def group(*candidates: Candidate) -> Group:
     return Group("tiny", "h200", "default", build.record("baseline", ROWS, ledger=ledger), list(candidates))
 
 
-def test_dominated_tied_and_front() -> None:
-    """small is 500 bytes at +2 +-0.1 %; worse is 600 bytes at +5 %; near is 600 bytes at +1.9 +-0.2 %; bytes of KV equal."""
-    cells = tradeoff_of(
-        group(
-            candidate("small", 500, 2, verdict("FAIL", 0.02, 0.001)),
-            candidate("worse", 600, 2, verdict("FAIL", 0.05, 0.001)),
-            candidate("near", 600, 2, verdict("FAIL", 0.019, 0.002)),
-            candidate("unknown", 400, 2, None),
-        )
-    )
-    standing = {one.name: one.standing for one in cells}
-    assert standing == {"small": "front", "worse": "dominated", "near": "tied", "unknown": "open", "baseline": "front"}
-    assert cells[0].name == "unknown"
-    assert cells[0].total_bytes == 400 + 2 * KV_TOKENS
+def test_cells_are_placed_by_their_own_pairs(tmp_path: Path) -> None:
+    """Equal memory and speed: the least damaged scheme beats the others; the baseline stays for its quality."""
+    view = build_study(record_folders(study_builder.write_study(tmp_path)))
+    places = {item.point.name: (item.place, item.by) for item in view.groups[0].placed}
+    assert places["baseline"] == ("front", [])
+    assert places["fp8-kv"] == ("front", [])
+    assert places["fp8-weights"] == ("dominated", ["fp8-kv"])
+    assert places["w4a16"] == ("dominated", ["fp8-kv", "fp8-weights"])
+    memory = {item.point.name: item.point.memory_bytes for item in view.groups[0].placed}
+    assert memory["fp8-kv"] == 600 + 96 * KV_TOKENS
 
 
-def test_recommends_the_smallest_that_passes() -> None:
-    cells = group(
-        candidate("big", 800, 2, verdict("PASS", 0.001, 0.001)),
-        candidate("small", 500, 1, verdict("PASS", 0.012, 0.001, warning=True)),
-        candidate("smallest", 100, 1, verdict("FAIL", 0.2, 0.001)),
-    )
-    said = recommendation(cells, tradeoff_of(cells))
-    share = 1 - (500 + KV_TOKENS) / (1000 + 2 * KV_TOKENS)
-    assert said.startswith(f"Ship small, which takes {share:.0%} less memory than 16 bit")
-    assert "passes with a warning" in said
-    assert "1 other scheme passed" in said
+def test_without_speed_quality_and_memory_decide(tmp_path: Path) -> None:
+    study = study_builder.write_study(tmp_path, verdicts=False)
+    for folder in record_folders(study):
+        write_text(folder / "record.json", to_json(dataclasses.replace(read_record(folder), loads={})))
+    group = build_study(record_folders(study)).groups[0]
+    assert {item.point.name: item.place for item in group.placed}["w4a16"] == "dominated"
+    assert {item.point.speed for item in group.placed} == {None}
+    assert {item.reason for item in group.placed} == {"speed was not measured"}
+    assert group.recommendation.startswith("tiny on h200: ship fp8-kv.")
 
 
-def test_recommends_nothing_where_nothing_passes() -> None:
-    cells = group(
-        candidate("a", 1, 1, verdict("FAIL", 0.2, 0.01)), candidate("b", 1, 1, verdict("INCONCLUSIVE", 0.015, 0.01))
-    )
-    assert recommendation(cells, tradeoff_of(cells)) == (
-        "Ship none of these schemes: the 16-bit baseline is what stays within the budget. b cannot be decided by these data."
-    )
-    assert "no scheme to judge" in recommendation(group(), [])
-    speed = group(candidate("a", 1, 1, None))
-    assert "memory and speed only" in recommendation(speed, tradeoff_of(speed))
+def test_what_is_said_of_records_that_judge_nothing() -> None:
+    assert "no scheme to judge" in recommendation([], [])
+    assert "memory and speed only" in recommendation([candidate("a", 1, 1, None)], [])
+    assert "nothing can be advised" in recommendation([candidate("a", 1, 1, verdict("FAIL", 0.2, 0.1))], [])
 
 
 def test_claims_by_hand() -> None:

@@ -190,8 +190,11 @@ def lines_by(rows: Rows, x_title: str, y_title: str, names: dict[str, Any], ordi
     return draw
 
 
-def scatter(rows: Rows, x_title: str, y_title: str, names: dict[str, Any], front: Rows) -> Draw:
-    """Points with vertical intervals and a line through the front: fields name, x, y, low, high, label."""
+PLACES = {"worth having": "circle", "dominated": "cross", "not placed": "diamond"}
+
+
+def scatter(rows: Rows, x_title: str, y_title: str, names: dict[str, Any]) -> Draw:
+    """Points with vertical intervals, by place (one of PLACES): fields name, x, y, low, high, label, place."""
     ends = [row[key] for row in rows for key in ("low", "high")]
     spread = wide_spread([row["y"] for row in rows])
     height = 320
@@ -203,18 +206,20 @@ def scatter(rows: Rows, x_title: str, y_title: str, names: dict[str, Any], front
         y |= compressed(ends) if spread else {"scale": {"zero": True}}
         legend = {"title": None, "columns": 2} if width < PHONE else None
         colour = {"field": "name", "type": "nominal", "scale": names, "legend": legend}
-        line = {
-            "data": {"values": list(front)},
-            "mark": {"type": "line", "strokeDash": [4, 4], "color": "var(--line)", "strokeWidth": 1.5},
-            "encoding": {"x": x, "y": y},
+        known = [place for place in PLACES if any(row["place"] == place for row in rows)]
+        shapes = {"domain": known, "range": [PLACES[place] for place in known]}
+        shape = {
+            "field": "place",
+            "type": "nominal",
+            "scale": shapes,
+            "legend": {"title": None, "symbolFillColor": "var(--ink-2)"},
         }
         bars = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}, "color": colour}
         layers = [
-            line,
             {"mark": {"type": "rule", "strokeWidth": 2}, "encoding": bars},
             {
-                "mark": {"type": "point", "filled": True, "size": 110, "opacity": 1},
-                "encoding": {"x": x, "y": y, "color": colour},
+                "mark": {"type": "point", "filled": True, "size": 120, "opacity": 1},
+                "encoding": {"x": x, "y": y, "color": colour, "shape": shape},
             },
         ]
         if width >= PHONE:

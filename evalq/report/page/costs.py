@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from evalq.records import Ledger, Load, Record
 from evalq.report.page.blocks import Block, Chart, Fold, Table, Text, Word
 from evalq.report.page.charts import colour_of, interval_rows, lines_by, scatter, stacked_bars
 from evalq.report.page.quality import inks, names_of
-from evalq.report.page.view import Group, Tradeoff
+from evalq.report.page.view import KV_TOKENS, WORKLOAD, Group
+from evalq.report.pareto import PLACES, place_word
+from evalq.report.tradeoff import Placed
 from evalq.report.words import ABSENT, GIB, interval, size
 
 PARTS = {  # part of the ledger -> colour
@@ -14,16 +18,10 @@ PARTS = {  # part of the ledger -> colour
     "weights, 8 bit": "var(--c2)",
     "weights, packed integers": "var(--c3)",
     "scales and the rest": "var(--c8)",
-    "KV cache of 32,768 tokens": "var(--soft)",
+    f"KV cache of {KV_TOKENS:,} tokens": "var(--soft)",
 }
 SIXTEEN, EIGHT, PACKED, REST, CACHE = PARTS
-KV_TOKENS = 32_768
-STANDINGS = {
-    "front": Word("not beaten", "pass"),
-    "tied": Word("tied", "warn"),
-    "dominated": Word("beaten", "none"),
-    "open": Word("open", "none"),
-}
+MEMORY = f"weights and KV of {WORKLOAD.concurrency} requests of {WORKLOAD.context:,} tokens"
 
 
 def part_of(dtype: str) -> str:
@@ -247,70 +245,53 @@ def _seconds(value: float | None) -> str:
 
 
 def tradeoff_section(group: Group) -> list[Block]:
-    """Quality against memory; what no other cell beats is joined by a line."""
-    table = _tradeoff_table(group.tradeoff)
-    largest = max((one.total_bytes for one in group.tradeoff), default=0)
+    """Quality against memory against speed: which cells no other beats."""
+    if not group.placed:
+        return [Text("No cell could be placed.", "note")]
+    table = _tradeoff_table(group.placed)
+    largest = max((item.point.memory_bytes or 0 for item in group.placed), default=0)
     unit, factor = ("GiB", GIB) if largest >= GIB else ("MiB", 1024**2)
-    rows = [row for one in group.tradeoff if (row := _point(one, factor))]
+    rows = [row for item in group.placed if (row := _point(item, factor))]
     if len(rows) < 2:
-        return [table] if group.tradeoff else [Text("No memory ledger in these records.", "note")]
-    chosen = {one.name for one in group.tradeoff if one.standing in ("front", "tied")}
-    front = [row for row in rows if row["name"] in chosen]
-    order = ["baseline", *names_of(group)]
-    names = colour_of([name for name in order if any(row["name"] == name for row in rows)], grey=("baseline",))
+        return [table]
+    order = [name for name in ("baseline", *names_of(group)) if any(row["name"] == name for row in rows)]
+    said = ", ".join(f"{row['name']}: {row['x']:.2f} {unit}, {row['y']:+.2f} %, {row['place']}" for row in rows)
     chart = Chart(
         "Perplexity increase against memory: lower left is better",
-        "One point per scheme with its interval; the dashed line joins cells that no other beats. "
-        + ", ".join(f"{row['name']}: {row['x']:.2f} {unit}, {row['y']:+.2f} %" for row in rows)
-        + ".",
-        scatter(
-            rows, f"weights and KV cache of {KV_TOKENS:,} tokens, {unit}", "increase of perplexity, %", names, front
-        ),
+        f"One point per scheme with its interval; a cross is beaten by another cell. {said}.",
+        scatter(rows, f"{MEMORY}, {unit}", "increase of perplexity, %", colour_of(order, grey=("baseline",))),
         table,
     )
-    return [
-        chart,
-        Text(
-            "Beaten: another cell needs no more memory and its whole interval is better. Tied: the intervals overlap.",
-            "note",
-        ),
-    ]
+    note = (
+        "A cell is beaten when another is better beyond noise on quality, memory or speed and worse beyond noise on none; quality "
+        "by the paired interval of the two, speed by the ranges of the repeats."
+    )
+    return [chart, Text(note, "note")]
 
 
-def _point(one: Tradeoff, factor: int) -> dict[str, object] | None:
-    e = one.increase
-    if e is None or e.value is None or e.low is None or e.high is None:
+def _point(item: Placed, factor: int) -> dict[str, Any] | None:
+    point, e = item.point, item.point.increase
+    if point.memory_bytes is None or (e is None and not point.is_baseline):
         return None
-    return {
-        "name": one.name,
-        "x": one.total_bytes / factor,
-        "y": 100 * e.value,
-        "low": 100 * e.low,
-        "high": 100 * e.high,
-        "label": one.name,
-    }
+    value, low, high = (0.0, 0.0, 0.0) if e is None else (e.value, e.low, e.high)
+    if value is None or low is None or high is None:
+        return None
+    figures = {"x": point.memory_bytes / factor, "y": 100 * value, "low": 100 * low, "high": 100 * high}
+    return {"name": point.name, "label": point.name, "place": PLACES[item.place], **figures}
 
 
-def _tradeoff_table(cells: list[Tradeoff]) -> Table:
+def _tradeoff_table(placed: list[Placed]) -> Table:
     rows = [
         (
-            one.name,
-            size(one.total_bytes),
-            "yardstick" if one.increase is not None and one.increase.n == 0 else interval(one.increase),
-            ABSENT if one.increase is None else str(one.increase.n or ABSENT),
-            ABSENT if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
-            STANDINGS[one.standing],
-            one.reason,
+            item.point.name,
+            size(item.point.memory_bytes),
+            "yardstick" if item.point.is_baseline else interval(item.point.increase),
+            str(item.point.increase.n) if item.point.increase else ABSENT,
+            ABSENT if item.point.speed is None else f"{item.point.speed:,.0f}",
+            Word(PLACES[item.place], "pass" if item.place == "front" else "none"),
+            place_word(item),
         )
-        for one in cells
+        for item in placed
     ]
-    columns = (
-        "scheme",
-        f"weights and {KV_TOKENS:,} tokens",
-        "perplexity increase",
-        "n documents",
-        "output tok/s",
-        "standing",
-        "why",
-    )
-    return Table("Memory, quality and speed of each cell, smallest first", columns, rows, frozenset({1, 2, 3, 4}))
+    columns = ("scheme", MEMORY, "perplexity increase", "n documents", "output tok/s", "place", "in words")
+    return Table("Memory, quality and speed of each cell", columns, rows, frozenset({1, 2, 3, 4}))

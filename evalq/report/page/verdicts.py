@@ -35,8 +35,7 @@ def lead_of(view: StudyView) -> list[Block]:
     """The answer in words, first of all."""
     blocks: list[Block] = []
     for group in view.groups:
-        where = f"{group.model} on {group.gpu}: " if len(view.groups) > 1 else ""
-        blocks.append(Text(f"{where}{group.recommendation} {_count(group)}", "lead"))
+        blocks.append(Text(f"{group.recommendation} {_count(group)}".strip(), "lead"))
         blocks += [Text(note, "warning") for note in group.model_notes]
     return blocks
 

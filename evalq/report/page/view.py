@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from evalq.records import Estimate, Record, Verdict
+from evalq.records import Estimate, Ledger, Record, Verdict
+from evalq.report.tradeoff import Placed, Workload
+
+WORKLOAD = Workload()  # what memory is asked for: requests at once, tokens each
+KV_TOKENS = WORKLOAD.context * WORKLOAD.concurrency  # at which weights and KV are added up
+
+
+def total_bytes(ledger: Ledger | None) -> int | None:
+    """Weights and the KV cache of KV_TOKENS tokens; None when either was not measured."""
+    if ledger is None or ledger.weight_bytes is None or ledger.kv_bytes_per_token is None:
+        return None
+    return ledger.weight_bytes + KV_TOKENS * ledger.kv_bytes_per_token
 
 
 @dataclass(frozen=True)
@@ -102,18 +113,6 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Tradeoff:
-    """One cell's place: bytes of weights and of the KV cache of `kv_tokens` tokens. `standing`: front, tied, dominated, open."""
-
-    name: str
-    total_bytes: int
-    increase: Estimate | None
-    tokens_per_second: float | None
-    standing: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Group:
     """One baseline and all that is compared with it."""
 
@@ -125,7 +124,7 @@ class Group:
     floor: Estimate | None = None  # A/A, a share
     model_notes: list[str] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
-    tradeoff: list[Tradeoff] = field(default_factory=list)
+    placed: list[Placed] = field(default_factory=list)  # quality against memory against speed
     recommendation: str = ""
 
 
