@@ -142,6 +142,7 @@ class TasksConfig:
     perplexity: bool = True
     perplexity_window: int = 2048  # tokens: 1 of context + 2047 scored
     perplexity_limit: int | None = None  # documents
+    perplexity_from: int = 0  # documents at the beginning that are left out: those that a search has seen
     hellaswag: bool = True
     hellaswag_limit: int | None = None  # items
     truthfulqa: bool = True
@@ -357,6 +358,8 @@ def measured_part(config: RunConfig) -> dict[str, Any]:
         silent.append("calibration")
     for key in silent:
         data.pop(key)
+    if not config.tasks.perplexity_from:
+        data["tasks"].pop("perplexity_from")
     data["tasks"].pop("keep_texts")  # decides what people can read afterwards, nothing that is measured
     return data
 
@@ -469,6 +472,8 @@ def _check_numbers(config: RunConfig) -> list[str]:
             problems.append(f"{name}={value} must be above 0")
     if not 0.0 < config.gpu.memory_utilization <= 1.0:
         problems.append(f"gpu.memory_utilization={config.gpu.memory_utilization} must be above 0 and at most 1")
+    if config.tasks.perplexity_from < 0:
+        problems.append(f"tasks.perplexity_from={config.tasks.perplexity_from} must be 0 or more")
     for name, window in (
         ("tasks.perplexity_window", config.tasks.perplexity_window),
         ("tasks.choice_window", config.tasks.choice_window),

@@ -18,9 +18,10 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from evalq.config import GateConfig, QuantConfig, RunConfig, config_hash, needs_calibration
-from evalq.errors import ConfigError, EvalqError, InfeasibleError, MeasurementError, RecordError
+from evalq.errors import ConfigError, EvalqError, InfeasibleError, MeasurementError, MissingExtraError, RecordError
 from evalq.facts.gpus import detect, gpu_facts
 from evalq.judge.seal import seal, seal_key, why_unsealed
 from evalq.measure import data
@@ -43,6 +44,9 @@ from evalq.records import (
     write_record,
     write_text,
 )
+
+if TYPE_CHECKING:
+    from evalq.quantize.calibration import CalibrationText
 
 Progress = Callable[[int, int, str], None]
 SCORING_VERSION = "1"  # raise when scores of the same input change, so that stored baselines are measured anew
@@ -244,6 +248,34 @@ def cell_checkpoint(cell: Prepared, source: Path, watcher: Watcher) -> Path:
     return make_checkpoint(source, cell.config.quant, cell.places.checkpoints, watcher.progress)
 
 
+def checked_calibration(config: RunConfig, source: Path) -> CalibrationText:
+    """The calibration text, when it shares nothing with the evaluation documents. Errors: ConfigError, MeasurementError."""
+    from evalq.measure.documents import evaluation_documents
+    from evalq.quantize.calibration import calibration_text
+    from evalq.quantize.contamination import Document, check_contamination
+
+    text = calibration_text(config.calibration, config.data)
+    documents = [Document(*pair) for pair in evaluation_documents(config)]
+    check_contamination(text.texts, text.source, documents, source)
+    return text
+
+
+def calibration_windows(config: RunConfig, source: Path, samples: int, length_tokens: int) -> list[list[int]]:
+    """Token ids of the calibration text, cut into windows of equal length. Errors: ConfigError, MeasurementError."""
+    from evalq.quantize.compressor import windows
+
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise MissingExtraError("cutting calibration text into tokens", "transformers", "measure") from error
+    text = checked_calibration(config, source)
+    job = {"samples": samples, "length_tokens": length_tokens, "bos": config.model.bos, "texts": list(text.texts)}
+    try:
+        return windows(AutoTokenizer.from_pretrained(source, local_files_only=True), job)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 def calibrated_checkpoint(
     config: RunConfig, source: Path, places: Places, progress: Progress | None, out: Path | None = None
 ) -> Path:
@@ -251,15 +283,9 @@ def calibrated_checkpoint(
 
     Errors: ConfigError (contaminated, too little text), MeasurementError (environment, checkpoint, hub, disk).
     """
-    from evalq.measure.documents import evaluation_documents
     from evalq.quantize.calibrated import Order, make_calibrated
-    from evalq.quantize.calibration import calibration_text
-    from evalq.quantize.contamination import Document, check_contamination
 
-    text = calibration_text(config.calibration, config.data)
-    documents = [Document(*pair) for pair in evaluation_documents(config)]
-    check_contamination(text.texts, text.source, documents, source)
-    order = Order(source, config.quant, config.model, config.calibration, text)
+    order = Order(source, config.quant, config.model, config.calibration, checked_calibration(config, source))
     return make_calibrated(order, places.checkpoints, places.root / "environments", progress, out)
 
 

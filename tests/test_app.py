@@ -119,8 +119,8 @@ def test_prepare_never_changes_the_meaning_of_text(key: str, value: str) -> None
     """What Hydra's own parser makes of a prepared override is the text that was given."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    if value[0] in "'\"" or app.SWEEP_FUNCTION.match(value):
-        return  # quoted by the caller, or a sweep: Hydra's own syntax
+    if value[0] in "'\"" or value == "null" or app.SWEEP_FUNCTION.match(value):
+        return  # quoted by the caller, no value at all, or a sweep: Hydra's own syntax
     override = app.prepare([f"{key}={value}", "gpu=cpu"], wanted=False)[0]
     parsed = OverridesParser.create().parse_override(override)
     assert not parsed.is_sweep_override()

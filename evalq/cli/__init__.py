@@ -17,6 +17,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "run": ("evalq.cli.run", "measure and judge (the same as giving no verb)"),
     "plan": ("evalq.cli.plan", "memory, feasibility and what the gate will see, with no engine"),
     "quantize": ("evalq.cli.quantize", "make a checkpoint and nothing else"),
+    "search": ("evalq.cli.search", "the smallest checkpoint that the gate passes"),
     "gate": ("evalq.cli.gate", "judge a candidate record against a baseline record"),
     "compare": ("evalq.cli.compare", "two records side by side"),
     "report": ("evalq.cli.report", "a study as one page for people: HTML and Markdown, from records"),

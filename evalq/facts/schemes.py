@@ -55,6 +55,7 @@ class LayerScheme:
     group_size: int | None  # input features per scale
     activation_bits: int  # 16 = not quantised
     group: str  # name of the quant group, "checkpoint" or "engine"
+    symmetric: bool = True  # False: packed weights have zero points
 
     @property
     def is_float(self) -> bool:
@@ -116,7 +117,7 @@ def _assign_cached(key: SchemeKey) -> tuple[Assigned, ...]:
 def _assign_groups(
     modules: tuple[Module, ...], groups: Mapping[str, QuantGroup], ignore: list[str]
 ) -> tuple[Assigned, ...]:
-    schemes = {name: _scheme(name, group) for name, group in groups.items() if group.weights is not None}
+    schemes = {name: layer_scheme(name, group) for name, group in groups.items() if group.weights is not None}
     assigned: list[Assigned] = []
     for module in modules:
         if module.kind != "Linear":
@@ -141,7 +142,8 @@ def _group_of(name: str, groups: Mapping[str, QuantGroup], ignore: list[str]) ->
     return next((group_name for group_name, group in groups.items() if "Linear" in group.targets), None)
 
 
-def _scheme(name: str, group: QuantGroup) -> LayerScheme:
+def layer_scheme(name: str, group: QuantGroup) -> LayerScheme:
+    """How the layers of one quant group are stored."""
     weights = group.weights
     assert weights is not None  # groups without weights are left out by the caller
     activation_bits = group.input_activations.num_bits if group.input_activations else 16
@@ -152,7 +154,7 @@ def _scheme(name: str, group: QuantGroup) -> LayerScheme:
     else:
         kind = "int-quantized" if weights.num_bits == 8 and activation_bits == 8 else "pack-quantized"
     size = FP8_BLOCK if kind == "fp8-block" else weights.group_size
-    return LayerScheme(kind, weights.num_bits, weights.strategy, size, activation_bits, name)
+    return LayerScheme(kind, weights.num_bits, weights.strategy, size, activation_bits, name, weights.symmetric)
 
 
 def _assign_online(modules: tuple[Module, ...], quant: QuantConfig) -> tuple[Assigned, ...]:
@@ -232,11 +234,14 @@ def _weight_tensors(shape: tuple[int, ...], scheme: LayerScheme, base: str, stag
     out, into = shape
     if scheme.format == "pack-quantized":
         groups = math.ceil(into / scheme.group_size) if scheme.group_size else 1
-        return (
+        tensors = (
             Tensor("weight_packed", "I32", (out, math.ceil(into * scheme.num_bits / PACK_BITS))),
             Tensor("weight_scale", base, (out, groups)),
             Tensor("weight_shape", "I64", (2,)),
         )
+        if scheme.symmetric:
+            return tensors
+        return (*tensors, Tensor("weight_zero_point", "I32", (math.ceil(out * scheme.num_bits / PACK_BITS), groups)))
     if scheme.format == "fp8-block":
         block = scheme.group_size or FP8_BLOCK
         scales = (math.ceil(out / block), math.ceil(into / block))

@@ -158,13 +158,24 @@ def _parse_row(line: str, where: str, columns: tuple[str, ...]) -> dict[str, Any
     return row
 
 
-def task_overrides(source: Source, data: DataConfig) -> dict[str, Any]:
-    """What to change in the stock lm-eval task so that it reads this source. Scoring is never changed."""
+def task_overrides(source: Source, data: DataConfig, skipped: int = 0) -> dict[str, Any]:
+    """What to change in the stock lm-eval task so that it reads this source. Scoring is never changed.
+
+    skipped: perplexity documents at the beginning that are left out. Errors: ConfigError when none is left.
+    """
     if source.file is None:
+        if skipped and source.task == PERPLEXITY:
+            raise ConfigError(f"tasks.perplexity_from={skipped} needs documents of a file; use data=embedded or local")
         dataset = HUB_DATASETS.get(source.task)
         revision = data.revisions.get(dataset or "")
         return {"dataset_kwargs": {"revision": revision}} if revision else {}
     rows = read_rows(source)
+    if source.task == PERPLEXITY and skipped:
+        if skipped >= len(rows):
+            raise ConfigError(
+                f"tasks.perplexity_from={skipped} leaves none of the {len(rows)} documents of {source.file}"
+            )
+        rows = rows[skipped:]
     overrides: dict[str, Any] = {"custom_dataset": _dataset_maker(rows)}
     if source.task == PERPLEXITY:
         # The stock splits are for training too; only the test split exists here.

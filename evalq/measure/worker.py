@@ -181,7 +181,8 @@ def _load_groups(config: RunConfig) -> dict[str, tuple[dict[str, Any], int | Non
         return {}
     from evalq.measure.tasks import load_tasks
 
-    loaded = load_tasks({name: data.task_overrides(source, config.data) for name, source in sources.items()})
+    skipped = config.tasks.perplexity_from
+    loaded = load_tasks({name: data.task_overrides(source, config.data, skipped) for name, source in sources.items()})
     limits = data.wanted_tasks(config)
     groups: dict[str, tuple[dict[str, Any], int | None]] = {}
     for name, task in loaded.items():

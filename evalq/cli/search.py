@@ -1,0 +1,40 @@
+"""evalq search: the smallest or fastest checkpoint of a model that the gate passes, with its recipe."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="evalq search",
+        description="Choose a storage format for every group of layers from what the GPU has kernels for, prove candidates on the "
+        "engine with the gate, and give the last verdict on documents that the search never saw. Interrupted, the same "
+        "command goes on where it was.",
+        epilog="Exit code: the final verdict's (0 pass, 1 fail, 3 inconclusive); 1 or 3 when no candidate passed. The last line "
+        "on standard output is one JSON document. Example: evalq search +model=smollm2-135m gpu=h200 data=local "
+        "calibration=articles search.objective=memory",
+    )
+    result.add_argument(
+        "overrides", nargs="+", help="+model=NAME and further settings, as key=value; quant is the search's"
+    )
+    result.add_argument("--out", type=Path, help="folder of the result; default: paths.root/search/MODEL-OBJECTIVE")
+    return result
+
+
+def main(argv: list[str]) -> int:
+    """Errors: EvalqError, for the dispatcher to print."""
+    args = parser().parse_args(argv)
+    from evalq.app import compose
+    from evalq.report.progress import watcher
+    from evalq.search import search
+    from evalq.search.run import outcome_json
+
+    given = [text for text in args.overrides if not text.lstrip("+").startswith("quant=")]
+    config = compose([*given, "+quant=baseline"])
+    with watcher(config.progress) as shown:
+        outcome, folder = search(config, shown, args.out)
+    print((folder / "search.md").read_text(encoding="utf-8").partition("## Sensitivity")[0])
+    print(outcome_json(outcome, folder))
+    return outcome.exit_code

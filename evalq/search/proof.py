@@ -1,0 +1,162 @@
+"""Proving a candidate on the engine: the search's own documents in planned looks, and documents kept for the last verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from evalq.config import QuantConfig, RunConfig, parse_share
+from evalq.errors import ConfigError, EvalqError, MeasurementError
+from evalq.measure import data
+from evalq.measure.launch import WORKER
+from evalq.pipeline import Measured, as_baseline, judge_cell, measure, prepare
+from evalq.records import Estimate, Verdict
+from evalq.report.progress import QuietWatcher
+
+FINAL_TRIES = 2  # candidates that may be judged on the kept documents; each at a share of the error rate
+MIN_STEP = 2
+
+
+@dataclass(frozen=True)
+class Split:
+    """Documents of the perplexity task: the first `search` for the search, the next `final` for the last verdict."""
+
+    search: int
+    final: int
+    looks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the engine said about one candidate. `passed`: within the target, not only within the limit."""
+
+    status: str  # a verdict's, or FAILED
+    passed: bool
+    summary: str
+    estimate: Estimate | None
+    documents: int
+    weight_bytes: int | None  # as the engine reports it
+    output_tokens_per_second: float | None
+    record: str | None
+    error: str = ""
+
+
+def split_documents(config: RunConfig) -> Split:
+    """How the documents are divided. Errors: ConfigError when there are too few, or they are the hub's."""
+    source = data.find_sources(config).get(data.PERPLEXITY)
+    if source is None:
+        raise ConfigError("evalq search decides by perplexity; set tasks.perplexity=true")
+    if source.file is None:
+        raise ConfigError("evalq search divides the documents of a file; use data=embedded or data=local")
+    rows = len(data.read_rows(source)) - config.tasks.perplexity_from
+    count = min(rows, config.tasks.perplexity_limit or rows)
+    final = round(count * parse_share(config.search.final_share, "search.final_share"))
+    search, least = count - final, config.gate.min_documents
+    if min(search, final) < least:
+        raise ConfigError(
+            f"{count} documents give {search} to the search and {final} to the final verdict, and the gate wants {least} of "
+            "each; raise tasks.perplexity_limit, change search.final_share, or lower gate.min_documents"
+        )
+    looks = list(config.search.looks) or [max(least, search // 3), max(least, 2 * search // 3), search]
+    if looks[-1] != search or (sorted(set(looks)) != looks and config.search.looks):
+        raise ConfigError(f"search.looks={looks} must rise and end at {search}, the documents of the search")
+    return Split(search, final, tuple(sorted(set(looks))))
+
+
+@dataclass
+class Bench:
+    """Where candidates are proved; remembers what the engine cost."""
+
+    config: RunConfig
+    split: Split
+    watcher: QuietWatcher
+    command: Sequence[str] = WORKER
+    engine_seconds: float = 0.0
+    start_seconds: list[float] = field(default_factory=list)
+    score_seconds: list[tuple[float, int]] = field(default_factory=list)  # (seconds, documents)
+    reused: int = 0
+
+    def prove(self, quant: QuantConfig) -> Proof:
+        """Judge a candidate on the search's documents, look by look, until it is decided."""
+        gate = dataclasses.replace(
+            self.config.gate,
+            looks=list(self.split.looks),
+            required_tasks=[data.PERPLEXITY],
+            required_margins=[],
+            conditions=[],
+        )
+        tasks = dataclasses.replace(self.config.tasks, hellaswag=False, truthfulqa=False, extra=[], keep_tokens=False)
+        load = dataclasses.replace(self.config.load, enabled=False)
+        proof = None
+        for look in self.split.looks:
+            limited = dataclasses.replace(tasks, perplexity_limit=look)
+            config = dataclasses.replace(self.config, quant=quant, gate=gate, tasks=limited, load=load)
+            proof = self._judge(config, look)
+            if proof.status != "INCONCLUSIVE":
+                break
+        assert proof is not None  # a split has a look
+        return proof
+
+    def verdict(self, quant: QuantConfig) -> tuple[Proof, Verdict | None]:
+        """Judge on the kept documents, with every task of the config, at the error rate of one of FINAL_TRIES."""
+        confidence = 1.0 - (1.0 - self.config.gate.confidence) / FINAL_TRIES
+        gate = dataclasses.replace(self.config.gate, looks=[], extend=False, confidence=confidence)
+        first = self.config.tasks.perplexity_from + self.split.search
+        tasks = dataclasses.replace(
+            self.config.tasks, perplexity_from=first, perplexity_limit=self.split.final, keep_tokens=False
+        )
+        config = dataclasses.replace(self.config, quant=quant, gate=gate, tasks=tasks)
+        found: list[Verdict] = []
+        proof = self._judge(config, self.split.final, found)
+        return proof, found[0] if found else None
+
+    def _judge(self, config: RunConfig, documents: int, found: list[Verdict] | None = None) -> Proof:
+        """Measure baseline and candidate (or take their stored records), and judge."""
+        try:
+            cell = prepare(config)
+            self.watcher.cell(f"{config.model.name} baseline")
+            baseline = self._measure(measure(as_baseline(cell), self.watcher, self.command, reuse=True), documents)
+            self.watcher.cell(cell.name)
+            candidate = self._measure(measure(cell, self.watcher, self.command, reuse=True), documents)
+            verdict = judge_cell(cell, baseline, candidate)
+        except MeasurementError as error:
+            if error.kind not in ("unsupported", "engine", "no_kv_room", "oom"):
+                raise  # a full disk or an interruption says nothing about the candidate
+            return _failed(error)
+        except ConfigError as error:
+            return _failed(error)
+        if found is not None:
+            found.append(verdict)
+        return _proof(verdict, candidate, documents)
+
+    def _measure(self, measured: Measured, documents: int) -> Measured:
+        if measured.reused:
+            self.reused += 1
+        seconds = measured.record.stage_seconds
+        self.engine_seconds += 0.0 if measured.reused else sum(seconds.values())
+        if not measured.reused or not self.start_seconds:
+            self.start_seconds.append(sum(seconds.values()) - seconds.get(f"score {data.PERPLEXITY}", 0.0))
+            self.score_seconds.append((seconds.get(f"score {data.PERPLEXITY}", 0.0), documents))
+        return measured
+
+
+def _failed(error: EvalqError) -> Proof:
+    return Proof("FAILED", False, str(error), None, 0, None, None, None, str(error))
+
+
+def _proof(verdict: Verdict, candidate: Measured, documents: int) -> Proof:
+    estimate = next((c.estimate for c in verdict.checks if c.estimate and "perplexity" in c.metric), None)
+    ledger = candidate.record.ledger
+    load = next(iter(candidate.record.loads.values()), None)
+    return Proof(
+        verdict.status,
+        verdict.status == "PASS" and not verdict.warning,
+        verdict.summary,
+        estimate,
+        documents,
+        ledger.weight_bytes if ledger else None,
+        load.output_tokens_per_second if load and load.valid else None,
+        str(Path(candidate.folder)),
+    )

@@ -1,0 +1,198 @@
+"""The search on a simulated engine: it finds the cheapest rung that passes, and the last verdict is on unseen documents."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from search_cases import UNITS, table
+from stub_worker import in_process, plan_command, starts
+
+from evalq import pipeline
+from evalq.cli import search as cli
+from evalq.config import QuantConfig, RunConfig, config_hash
+from evalq.errors import ConfigError
+from evalq.facts.gpus import gpu_facts
+from evalq.facts.options import OPTIONS
+from evalq.records import Estimate, read_record
+from evalq.report.progress import QuietWatcher
+from evalq.search import proof as proof_module
+from evalq.search import run as run_module
+from evalq.search import search
+from evalq.search.outcome import Tried, with_front
+from evalq.search.proof import Bench, Proof, split_documents
+
+PASS_NAMES = ("PASS", "FAIL")
+
+
+class Simulated(Bench):
+    """An engine on which the increase is twice the added damage, give or take 0.2 %."""
+
+    final_factor = 1.0
+    seen: list[tuple[str, str]]
+
+    def _answer(self, quant: QuantConfig, factor: float = 1.0) -> Proof:
+        kld = sum(KLD[quant.name]) if quant.name in KLD else 0.0
+        value, width = math.expm1(2 * kld) * factor, 0.002
+        passed = value + width <= 0.01
+        estimate = Estimate("word_perplexity_increase", value, value - width, value + width, 0.95, 30, "simulated")
+        return Proof("PASS" if passed else "FAIL", passed, f"{value:.3%}", estimate, 30, 1, None, None)
+
+    def prove(self, quant: QuantConfig) -> Proof:
+        self.engine_seconds += 60
+        self.start_seconds.append(30.0)
+        self.score_seconds.append((30.0, self.split.search))
+        return self._answer(quant)
+
+    def verdict(self, quant: QuantConfig) -> Any:
+        from evalq.judge.gate import no_verdict
+
+        answer = self._answer(quant, Simulated.final_factor)
+        exit_code = 0 if answer.passed else 1
+        verdict = dataclasses.replace(no_verdict(["x"], self.config.gate), status=answer.status, exit_code=exit_code)
+        return answer, verdict
+
+
+KLD: dict[str, list[float]] = {}
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch, cell_config: Any) -> Callable[..., RunConfig]:
+    """A config whose search runs on the simulated engine."""
+    from evalq.search import candidates
+
+    rows, damages = table()
+    KLD.clear()
+    inner = candidates.candidate
+
+    def noted(name: str, units: Any, chosen: Any, choice_rows: Any, *rest: Any) -> Any:
+        made = inner(name, units, chosen, choice_rows, *rest)
+        KLD[name] = [made.kld_nats]
+        return made
+
+    def prepared(config: RunConfig, watcher: QuietWatcher, command: Any) -> Any:
+        bench = Simulated(config, split_documents(config), watcher, command)
+        cell = pipeline.prepare(dataclasses.replace(config, quant=pipeline.baseline_scheme(config)))
+        options = [OPTIONS[name] for name in ("int8", "int4_g32", "int4_g64", "int4_g128")]
+        base = QuantConfig(name="base", kv_cache_dtype="bfloat16", ignore=["lm_head"])
+        return run_module.State(cell, gpu_facts("cpu"), UNITS, options, {"fp8": "no"}, damages, rows, base, bench)
+
+    monkeypatch.setattr(run_module, "candidate", noted)
+    monkeypatch.setattr(candidates, "candidate", noted)
+    monkeypatch.setattr(run_module, "_prepare", prepared)
+    monkeypatch.setattr(Simulated, "final_factor", 1.0)
+    return lambda *overrides: cell_config("baseline", "tasks=perplexity", "gate.required_tasks=[wikitext]", *overrides)
+
+
+def test_the_cheapest_rung_that_passes_is_found_and_is_smaller_than_the_best_uniform(
+    simulated: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    outcome, folder = search(simulated(), QuietWatcher(), tmp_path / "out")
+    assert (outcome.status, outcome.exit_code) == ("PASS", 0)
+    assert outcome.smallest_uniform == "uniform-int8"
+    assert outcome.best_weight_bytes is not None
+    assert outcome.best_weight_bytes < outcome.smallest_uniform_bytes < outcome.baseline_weight_bytes  # type: ignore[operator]
+    found = [one for one in outcome.tried if not one.uniform]
+    assert len(found) <= 6
+    best = next(one for one in found if one.name == outcome.best)
+    assert 2 * best.kld_nats > 0.003  # not a timid one: the target leaves 0.008
+    assert outcome.grid_cells == 5**4
+    assert outcome.engine_seconds < outcome.grid_engine_seconds / 3
+    for name in ("search.json", "search.md", "heat-int8.svg", f"{outcome.best}.yaml"):
+        assert (folder / name).is_file()
+    document = json.loads((folder / "search.json").read_text())
+    assert len(document["heat_map"]["values"]["int8"]) == 30
+    assert document["heat_map"]["how"]["int8"] == ["fake"]
+
+
+def test_the_recipe_is_a_scheme_that_composes_to_the_same_candidate(
+    simulated: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome, folder = search(simulated(), QuietWatcher(), tmp_path / "out")
+    recipe = yaml.safe_load((folder / f"{outcome.best}.yaml").read_text())
+    assert recipe["defaults"] == ["base_quant", "_self_"]
+    assert recipe["origin"] == "evalq"
+    assert set(recipe["groups"]) <= set(OPTIONS)
+    assert recipe["method"] == "rtn"
+
+
+def test_a_final_failure_tries_one_more_and_then_stops(simulated: Callable[..., RunConfig], tmp_path: Path) -> None:
+    Simulated.final_factor = 50.0
+    outcome, _ = search(simulated(), QuietWatcher(), tmp_path / "out")
+    assert (outcome.status, outcome.exit_code, outcome.best) == ("FAIL", 1, None)
+    assert len(outcome.final) <= proof_module.FINAL_TRIES
+    assert not (tmp_path / "out" / "found-0.yaml").exists()
+
+
+def test_documents_are_divided_and_too_few_refused(cell_config: Any) -> None:
+    split = split_documents(cell_config("baseline"))
+    assert (split.search, split.final, split.looks) == (33, 33, (20, 22, 33))
+    capped = split_documents(cell_config("baseline", "tasks.perplexity_limit=50", "search.looks=[21,25]"))
+    assert (capped.search, capped.final, capped.looks) == (25, 25, (21, 25))
+    with pytest.raises(ConfigError, match=r"30 documents give 15 to the search and 15 to the final verdict"):
+        split_documents(cell_config("baseline", "tasks.perplexity_limit=30"))
+    with pytest.raises(ConfigError, match="must rise and end at 33"):
+        split_documents(cell_config("baseline", "search.looks=[20,30]"))
+
+
+def test_the_bench_looks_in_turn_and_keeps_the_last_documents(
+    tmp_path: Path, cell_config: Any, no_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = cell_config("w4a16", "gate.required_tasks=[wikitext]", "tasks=perplexity", "data=embedded")
+    bad = {"act": "record", "increase": 0.2, "documents": 20}
+    command = plan_command(tmp_path / "stub", {"act": "record", "documents": 20}, w4a16=bad)
+    monkeypatch.setattr(pipeline, "run_worker", in_process(command))
+    bench = Bench(config, split_documents(config), QuietWatcher(), command)
+    proof = bench.prove(config.quant)
+    assert (proof.status, proof.passed, proof.documents) == ("FAIL", False, 20)
+    assert starts(tmp_path / "stub") == ["baseline", "w4a16"]
+    bench.prove(config.quant)
+    assert starts(tmp_path / "stub") == ["baseline", "w4a16"]  # both records are used again
+    assert bench.reused == 2
+    _, verdict = bench.verdict(config.quant)
+    assert verdict is not None
+    kept = [
+        yaml.safe_load((folder / "config.yaml").read_text())
+        for folder in (tmp_path / "root" / "records").iterdir()
+        if (folder / "config.yaml").is_file()
+    ]
+    froms = {(record["quant"]["name"], record["tasks"]["perplexity_from"]) for record in kept}
+    assert froms == {("baseline", 0), ("w4a16", 0), ("baseline", 33), ("w4a16", 33)}
+
+
+def test_documents_left_out_are_another_measurement_and_none_is_the_old_one(cell_config: Any) -> None:
+    plain, later = cell_config("w4a16"), cell_config("w4a16", "tasks.perplexity_from=3")
+    assert config_hash(plain) != config_hash(later)
+    assert read_record is not None
+
+
+def tried(name: str, cost: float, value: float, width: float = 0.001) -> Tried:
+    estimate = Estimate("increase", value, value - width, value + width, 0.95, 30, "m")
+    proof = Proof("PASS", True, "", estimate, 30, None, None, None)
+    return Tried(name, False, "bfloat16", int(cost), cost, 0.0, {}, proof)
+
+
+def test_the_front_and_its_ties() -> None:
+    found = with_front([tried("a", 10, 0.02), tried("b", 20, 0.005), tried("c", 21, 0.0055), tried("d", 30, 0.02)])
+    assert [one.on_front for one in found] == [True, True, False, False]
+    assert [one.tied_with for one in found] == ["", "", "b", "a"]
+
+
+def test_the_command_line_prints_one_document(
+    simulated: Callable[..., RunConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = simulated()
+    monkeypatch.setattr("evalq.app.compose", lambda overrides: config)
+    assert cli.main(["+model=smollm2-135m", "--out", str(tmp_path / "out")]) == 0
+    last = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert last["status"] == "PASS"
+    assert Path(last["recipe"]).is_file()
