@@ -21,6 +21,7 @@ Place = tuple[Record, Path]
 Texts = dict[tuple[str, int], dict[str, Any]]
 CONTEXT_TOKENS = 48
 PER_DOCUMENT = 2  # worst tokens of one document, so that one bad document does not fill the list
+LEAST_CHANGE = 0.02  # of a share (mc2); less is what rounding does to any item
 NO_TEXT = "(the text was not kept with this record)"
 
 
@@ -87,7 +88,7 @@ def _items(
         base = before.get((row["task"], row["metric"], row["item_id"]))
         if base is None or base["item_hash"] != row["item_hash"] or task not in (None, row["task"]):
             continue
-        if base["value"] is None or row["value"] is None or base["value"] == row["value"]:
+        if base["value"] is None or row["value"] is None or abs(base["value"] - row["value"]) < LEAST_CHANGE:
             continue
         _count_flip(found, row, base)
         changes.setdefault(row["task"], []).append(_item_change(row, base, texts, responses))

@@ -98,9 +98,26 @@ def environment_section(group: Group, command: str) -> list[Block]:
         rows.append((key, values[0] if len(values) == 1 else "; ".join(values)))
     blocks: list[Block] = [Text(f"Command: {command}")] if command else []
     blocks.append(Table("Environment of the measurements", ("what", "value"), rows))
-    blocks += _seconds(cells)
-    blocks.append(_provenance(cells))
-    return blocks
+    return [*blocks, *_seconds(cells), *_calibrations(cells), _provenance(cells)]
+
+
+def _calibrations(cells: list[tuple[str, Record]]) -> list[Block]:
+    """The text that calibrated checkpoints were made with."""
+    rows = [
+        (
+            name,
+            c.method,
+            f"{c.domain} ({c.source})",
+            f"{c.samples:,} x {c.length_tokens:,} tokens",
+            c.device,
+            f"{c.seconds:.0f}",
+            ", ".join(f"{package} {version}" for package, version in c.versions.items()),
+        )
+        for name, record in cells
+        if (c := record.calibration) is not None
+    ]
+    columns = ("scheme", "method", "text", "n", "made on", "seconds", "versions")
+    return [Table("Calibration of the checkpoints", columns, rows, frozenset({5}))] if rows else []
 
 
 def _seconds(cells: list[tuple[str, Record]]) -> list[Block]:
@@ -139,8 +156,11 @@ def _provenance(cells: list[tuple[str, Record]]) -> Table:
             record.status,
             record.created_at,
             record.config_hash[:12],
+            record.checkpoint.weights_sha256[:12] if record.checkpoint else ABSENT,
             "; ".join(record.notes) or ABSENT,
         )
         for name, record in cells
     ]
-    return Table("Records behind this report", ("scheme", "record", "status", "made at", "config", "notes"), rows)
+    return Table(
+        "Records behind this report", ("scheme", "record", "status", "made at", "config", "weights", "notes"), rows
+    )
