@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import sys
 import threading
 import time
@@ -167,8 +168,10 @@ class Session:
 
 
 def _in_words(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:500]
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+    if re.search(r"\b40[13]\b|not authenticated|unauthorized", text, re.IGNORECASE):
+        text += "; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or MLFLOW_TRACKING_TOKEN)"
+    return text
 
 
 def serve(session: Session, messages: queue.Queue[dict[str, Any] | None]) -> None:
