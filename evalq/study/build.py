@@ -91,12 +91,12 @@ def _judged(
     one: Found, baseline: Found | None, gate: GateConfig, floor: Estimate | None, anew: bool, notes: list[str]
 ) -> tuple[Found, Verdict | None]:
     """A candidate with its verdict: the kept one, else one made now with the policy given."""
+    if is_speed_only(one.record):
+        return one, None
     if one.verdict is not None and not anew:
         return one, one.verdict
     if baseline is None:
         notes.append(f"{one.record.cell.quant} has no baseline among these records, so it has no verdict")
-        return one, None
-    if is_speed_only(one.record):
         return one, None
     verdict = judge(baseline.record, baseline.folder, one.record, one.folder, gate, floor=floor)
     notes.append(f"{one.record.cell.quant} was judged when this report was made, by the policy {gate.name}")

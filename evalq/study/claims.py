@@ -121,7 +121,7 @@ def _start(record: Record) -> float:
 def _rules(group: Group) -> Answer:
     refused = [one for one in group.candidates if one.record.failure is not None]
     said = "; ".join(f"{one.name}: {one.record.failure.kind}" for one in refused if one.record.failure)
-    return OPEN, said or "every cell here could run; `evalq plan --rules` lists the rules"
+    return OPEN, said or "every cell here could run; the rules are those of evalq plan --rules"
 
 
 _CLAIMS: tuple[tuple[int, str, Callable[[Group], Answer]], ...] = (

@@ -66,6 +66,18 @@ def test_a_failed_cell_is_in_the_report(study: Path, tmp_path: Path) -> None:
     assert "the engine died" in text
 
 
+def test_random_weights_are_measured_and_never_judged(study: Path, tmp_path: Path) -> None:
+    """Their stored verdict is INVALID, which would read as if something had gone wrong."""
+    for name in ("baseline", "w4a16"):
+        file = study / name / "record.json"
+        file.write_text(file.read_text().replace('"load_format": "auto"', '"load_format": "dummy"'))
+    given = [str(study / "baseline"), str(study / "w4a16")]
+    assert main(["report", *given, "--out", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out" / "index.html").read_text()
+    assert "These records measured memory and speed only" in text
+    assert "1 not judged" in text
+
+
 @pytest.mark.parametrize("what", ["empty", "nowhere"])
 def test_nothing_to_report_is_one_sentence(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()

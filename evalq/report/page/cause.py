@@ -16,7 +16,7 @@ def cause_section(group: Group) -> list[Block]:
     blocks: list[Block] = [*_every_document(group)]
     for one in group.candidates:
         inside = cause_blocks(one.causes)
-        if inside:
+        if any(not isinstance(block, Text) for block in inside):
             blocks.append(Fold(f"{one.name}: worst documents, changed answers, worst tokens", inside))
     return blocks
 

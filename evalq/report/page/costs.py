@@ -246,8 +246,8 @@ def _seconds(value: float | None) -> str:
 
 def tradeoff_section(group: Group) -> list[Block]:
     """Quality against memory against speed: which cells no other beats."""
-    if not group.placed:
-        return [Text("No cell could be placed.", "note")]
+    if all(item.point.increase is None for item in group.placed):
+        return []  # without quality there is nothing to weigh
     table = _tradeoff_table(group.placed)
     largest = max((item.point.memory_bytes or 0 for item in group.placed), default=0)
     unit, factor = ("GiB", GIB) if largest >= GIB else ("MiB", 1024**2)

@@ -19,7 +19,7 @@ def comparability_section(group: Group) -> list[Block]:
     blocks: list[Block] = []
     if rows:
         blocks.append(Table(caption, ("scheme", "comparable", "differences"), rows))
-    blocks.append(_data_table(group))
+    blocks += _data_table(group)
     blocks.append(_applied_table(group))
     shown = group.baseline or (group.candidates[0].record if group.candidates else None)
     if shown is not None and shown.fingerprint:
@@ -41,7 +41,7 @@ def _compared(one: Candidate, baseline: Record | None) -> tuple[Word, str]:
     return Word("allowed" if excused else "no", "warn" if excused else "fail"), "; ".join(one.differences)
 
 
-def _data_table(group: Group) -> Table:
+def _data_table(group: Group) -> list[Block]:
     shown = group.baseline or (group.candidates[0].record if group.candidates else None)
     tasks = shown.tasks.values() if shown else []
     rows = [
@@ -59,7 +59,7 @@ def _data_table(group: Group) -> Table:
         for t in tasks
     ]
     columns = ("task", "data", "n", "left out", "truncated", "window tokens", "scored tokens", "harness", "data hash")
-    return Table("What was scored", columns, rows, frozenset({2, 3, 4, 5, 6}))
+    return [Table("What was scored", columns, rows, frozenset({2, 3, 4, 5, 6}))] if rows else []
 
 
 def _applied_table(group: Group) -> Table:

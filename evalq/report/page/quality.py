@@ -22,6 +22,9 @@ def inks(group: Group) -> dict[str, str]:
 
 def quality_section(group: Group) -> list[Block]:
     """Perplexity first, which decides; then the tasks, which advise."""
+    records = [group.baseline, *(one.record for one in group.candidates)]
+    if not any(record.tasks for record in records if record is not None):
+        return []  # memory and speed only
     return [*_perplexity(group), *_tasks(group)]
 
 
