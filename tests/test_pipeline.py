@@ -14,6 +14,8 @@ from stub_worker import in_process, plan_command, starts
 from evalq import pipeline
 from evalq.config import ModelConfig
 from evalq.errors import ConfigError, InfeasibleError, MeasurementError
+from evalq.judge.seal import why_unsealed
+from evalq.measure import launch
 from evalq.measure.cells import CellLock
 from evalq.records import read_record
 from evalq.report.progress import QuietWatcher
@@ -46,6 +48,39 @@ def test_record_says_what_it_is_of(cell_config: Any, measured: Any, no_checkpoin
     assert record.fingerprint["gpu"] == pipeline.device_name("cpu") != "cpu"
     composed = yaml.safe_load((done.folder / "config.yaml").read_text())
     assert composed["quant"]["name"] == "fp8-kv"
+
+
+def test_records_are_sealed_where_there_is_a_key(
+    cell_config: Any, measured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And only a sealed one is used again; the process that runs the model's code never has the key."""
+    config = cell_config("baseline")
+    plain = measured(config)
+    assert why_unsealed(plain.folder, b"k" * 32) is not None
+    assert measured(config, reuse=True).reused is True
+    monkeypatch.setenv("EVALQ_SEAL_KEY", "k" * 32)
+    sealed = measured(config, reuse=True)
+    assert sealed.reused is False, "a record without a seal may be anybody's"
+    assert why_unsealed(sealed.folder, b"k" * 32) is None
+    assert measured(config, reuse=True).record.record_id == sealed.record.record_id
+    assert "EVALQ_SEAL_KEY" not in launch._environment()
+    monkeypatch.setenv("EVALQ_SEAL_KEY", "short")
+    with pytest.raises(ConfigError, match="use 16 or more"):
+        pipeline.prepare(config)
+
+
+def test_a_record_names_the_checkpoint_it_was_measured_on(
+    cell_config: Any, measured: Any, no_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = pipeline.prepare(cell_config("fp8-kv"))
+    known = pipeline.checkpoint_id(cell, no_checkpoint)
+    assert known is not None
+    assert known.location == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert known.weights_sha256 == pipeline.identity_of(cell, no_checkpoint)["weights_hash"]
+    inside = cell.places.root / "checkpoints" / "x"
+    inside.parent.mkdir(parents=True)
+    no_checkpoint.rename(inside)
+    assert pipeline.checkpoint_id(cell, inside) == dataclasses.replace(known, location="checkpoints/x")
 
 
 def test_identity_follows_weights_tokenizer_and_path(cell_config: Any, no_checkpoint: Path) -> None:
