@@ -158,6 +158,15 @@ class TasksConfig:
     )
     share_prefixes: bool = True  # choice tasks: compute a common context once; never for a quantised KV cache
     scorer: str = "hook"  # hook (inside the engine) | prompt_logprobs (the engine's public interface)
+    divergence: str = (
+        "none"  # none | exact: KL divergence from the baseline over the whole vocabulary (perplexity documents)
+    )
+    divergence_store_gib: float = (
+        1.0  # GiB on disk for the baseline's hidden states; what does not fit is sampled evenly
+    )
+    save_seconds: float = (
+        20.0  # finished sequences are kept on disk this often, so that a killed run goes on from there
+    )
 
 
 @dataclass
@@ -500,6 +509,20 @@ def _check_tasks(config: RunConfig) -> list[str]:
             f"tasks.request_order={config.tasks.request_order!r}: "
             f"{nearest(config.tasks.request_order, ('forward', 'reverse'))}"
         )
+    if config.tasks.divergence not in ("none", "exact"):
+        problems.append(
+            f"tasks.divergence={config.tasks.divergence!r}: {nearest(config.tasks.divergence, ('none', 'exact'))}"
+        )
+    if config.tasks.divergence == "exact" and config.tasks.scorer != "hook":
+        problems.append(
+            "tasks.divergence=exact works inside the engine and needs tasks.scorer=hook; set that, or divergence=none"
+        )
+    if not 0.001 <= config.tasks.divergence_store_gib <= 4096:
+        problems.append(
+            f"tasks.divergence_store_gib={config.tasks.divergence_store_gib} must be between 0.001 and 4096 GiB"
+        )
+    if not config.tasks.save_seconds > 0:
+        problems.append(f"tasks.save_seconds={config.tasks.save_seconds} must be above 0 seconds, e.g. 20")
     if not 0 <= config.tasks.topk <= 1000:
         problems.append(f"tasks.topk={config.tasks.topk} must be between 0 and 1000")
     return problems

@@ -27,6 +27,7 @@ from evalq.judge.seal import seal, seal_key, why_unsealed
 from evalq.measure import data
 from evalq.measure.cells import CellLock, find_baseline, find_hinted, keep_record
 from evalq.measure.device import check_device_clean
+from evalq.measure.hidden import GIB, has_store, require_room, store_folder
 from evalq.measure.launch import WORKER, Watcher, run_worker
 from evalq.measure.lease import leased
 from evalq.measure.worker import WorkerSpec
@@ -311,6 +312,9 @@ def stored_record(cell: Prepared, known: Identified, since: float | None, hint: 
     """The stored record of this very measurement: record `hint`, else the newest made at or after `since` (Unix seconds)."""
     if since is None:
         return None
+    hidden = hidden_folder(cell, known.identity)
+    if cell.is_baseline and hidden is not None and not has_store(hidden):
+        return None  # its hidden states are wanted, and they are not there
     records = cell.places.records
     found = find_hinted(records, known.key, hint) or find_baseline(records, known.key, since)
     return Measured(*found, reused=True) if found and _is_trusted(found[1]) else None
@@ -358,6 +362,9 @@ def _measure_anew(
     """The measurement itself, with its devices to itself."""
     from evalq.quantize.calibrated import calibration_of
 
+    hidden = hidden_folder(cell, known.identity)
+    if hidden is not None and cell.is_baseline:
+        require_room(hidden, round(cell.config.tasks.divergence_store_gib * GIB))
     checkpoint = cell_checkpoint(cell, known.source, watcher)
     spec = WorkerSpec(
         run_id=secrets.token_hex(16),
@@ -374,6 +381,9 @@ def _measure_anew(
         predicted=cell.predicted,
         calibration=calibration_of(checkpoint),
         checkpoint_id=checkpoint_id(cell, checkpoint),
+        hidden_folder=str(hidden or ""),
+        baseline_key=baseline_key(cell, known.identity),
+        baseline_checkpoint=str(known.source),
     )
     with _devices(cell, watcher) as gpus:
         if not cell.is_cpu:
@@ -384,6 +394,18 @@ def _measure_anew(
     if secret is not None:
         seal(folder, secret)
     return Measured(record, folder, reused=False)
+
+
+def hidden_folder(cell: Prepared, identity: dict[str, Scalar]) -> Path | None:
+    """Where the baseline of this cell keeps its hidden states for exact divergence; None when that is not asked for."""
+    if cell.config.tasks.divergence != "exact" or not cell.config.tasks.perplexity:
+        return None
+    return store_folder(cell.places.records, baseline_key(cell, identity))
+
+
+def baseline_key(cell: Prepared, identity: dict[str, Scalar]) -> str:
+    """Reuse key of this cell's baseline; its own when it is one."""
+    return reuse_key(cell if cell.is_baseline else as_baseline(cell), identity)
 
 
 def checkpoint_id(cell: Prepared, checkpoint: Path) -> CheckpointId | None:

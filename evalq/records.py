@@ -182,6 +182,7 @@ class Record:
     tables: dict[str, str]  # table name -> sha256 of its Parquet file
     calibration: Calibration | None = None  # None: the checkpoint was not calibrated by evalq
     checkpoint: CheckpointId | None = None  # None in older records and for random weights
+    divergence_from: str = ""  # reuse_key of the baseline that the exact columns of tokens.parquet compare with
 
 
 @dataclass(frozen=True)
@@ -467,7 +468,10 @@ def token_schema() -> pa.Schema:
             ("entropy_nats", pa.float32()),  # null unless the scorer computes it
             ("topk_ids", pa.list_(pa.int32())),  # null unless asked for
             ("topk_logprobs", pa.list_(pa.float32())),
-            ("exact_kld_nats", pa.float32()),  # KL(baseline || this record), null until measured
+            # Over the whole vocabulary, against the baseline that Record.divergence_from names; null where not measured.
+            ("exact_kld_nats", pa.float32()),  # KL(baseline || this record)
+            ("exact_reverse_kld_nats", pa.float32()),  # KL(this record || baseline)
+            ("base_entropy_nats", pa.float32()),  # of the baseline's distribution
         ]
     )
 
@@ -525,9 +529,19 @@ def read_table(folder: Path | str, record: Record, name: str) -> pa.Table | None
     except (pa.ArrowException, OSError) as error:
         raise RecordError(f"{file} is not readable Parquet ({error}); measure it anew") from error
     wanted = SCHEMAS[name]()
-    if table.schema.names != wanted.names:
-        raise RecordError(f"{file} has columns {table.schema.names}; expected {wanted.names}")
-    return table
+    known = table.schema.names
+    if known != [name for name in wanted.names if name in known] or not _required(name) <= set(known):
+        raise RecordError(f"{file} has columns {known}; expected {wanted.names}")
+    for added in (one for one in wanted if one.name not in known):  # written before the column existed
+        table = table.append_column(added, pa.nulls(len(table), added.type))
+    return table.select(wanted.names)
+
+
+ADDED_COLUMNS = {"tokens": {"exact_reverse_kld_nats", "base_entropy_nats"}}  # later than the first records
+
+
+def _required(table: str) -> set[str]:
+    return set(SCHEMAS[table]().names) - ADDED_COLUMNS.get(table, set())
 
 
 def write_record(folder: Path, record: Record, tables: dict[str, pa.Table]) -> Record:

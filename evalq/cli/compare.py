@@ -76,7 +76,8 @@ def _fidelity(first: Located, second: Located, confidence: float) -> list[Estima
         if table is None:
             raise RecordError(f"record {record.record_id} kept no tokens; measure it with tasks.keep_tokens=true")
         tables.append(table)
-    found = fidelity(token_pairs(*tables), confidence)
+    same_baseline = second[0].divergence_from == first[0].reuse_key
+    found = fidelity(token_pairs(tables[0], tables[1], exact=same_baseline), confidence)
     by_bucket = [
         dataclasses.replace(estimate, name=f"{estimate.name}, {bucket}")
         for bucket, estimates in found.buckets.items()

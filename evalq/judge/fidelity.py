@@ -34,12 +34,19 @@ class TokenPairs:
 
     documents: NDArray[np.int64]
     context: NDArray[np.int64]  # tokens of context each was predicted from
-    kld: Floats  # nats; a lower bound unless `exact`
+    kld: Floats  # nats, baseline to candidate; a lower bound unless `exact`; NaN where not measured
     covered: Floats  # baseline probability of the tokens that have a cell of their own
     same_top1: Floats  # 1 where both rank the same token first
     change: Floats  # probability of the correct token, candidate minus baseline
     top1_probability: Floats  # of the baseline's first choice
-    exact: bool
+    exact: bool  # over the whole vocabulary, perhaps for an even sample of the tokens
+    reverse_kld: Floats | None = None  # nats, candidate to baseline; exact only
+    entropy_change: Floats | None = None  # nats, candidate minus baseline; exact only
+
+    @property
+    def measured(self) -> NDArray[np.bool_]:
+        """Tokens whose divergence is known."""
+        return ~np.isnan(self.kld)
 
 
 @dataclass(frozen=True)
@@ -54,18 +61,22 @@ class Fidelity:
     buckets: dict[str, list[Estimate]]
 
 
-def token_pairs(baseline: pa.Table, candidate: pa.Table) -> TokenPairs:
-    """Match the rows of two tokens.parquet tables. Errors: RecordError when they are not the same tokens in order."""
+def token_pairs(baseline: pa.Table, candidate: pa.Table, exact: bool = True) -> TokenPairs:
+    """Match the rows of two tokens.parquet tables. Errors: RecordError when they are not the same tokens in order.
+
+    exact=False: the candidate's exact columns compare with another baseline than this one and are not read.
+    """
     keys = [(name, "ascending") for name in ("task", "doc_id", "position")]
     first, second = baseline.sort_by(keys), candidate.sort_by(keys)
     for name in ("task", "doc_id", "position", "token_id"):
         if not first.column(name).equals(second.column(name)):
             raise RecordError(f"tokens.parquet of the two records differ in {name}; both must score the same tokens")
     logprobs = [_floats(side, "logprob") for side in (first, second)]
-    known = second.column("exact_kld_nats").null_count == 0 and len(second) > 0
-    kld, covered = _partition_kld(first, second, logprobs)
+    known = exact and second.column("exact_kld_nats").null_count < len(second)
     if known:
-        kld, covered = _floats(second, "exact_kld_nats"), np.ones(len(second))
+        kld, covered = _floats(second, "exact_kld_nats", sparse=True), np.ones(len(second))
+    else:
+        kld, covered = _partition_kld(first, second, logprobs)
     tops = [column(side, "top1_id", "tokens") for side in (first, second)]
     change = np.exp(logprobs[1]) - np.exp(logprobs[0])
     return TokenPairs(
@@ -77,13 +88,28 @@ def token_pairs(baseline: pa.Table, candidate: pa.Table) -> TokenPairs:
         change=change,
         top1_probability=np.exp(_floats(first, "top1_logprob")),
         exact=known,
+        reverse_kld=_optional(second, "exact_reverse_kld_nats", known),
+        entropy_change=_difference(second, "entropy_nats", "base_entropy_nats", known),
     )
 
 
-def _floats(table: pa.Table, name: str) -> Floats:
+def _optional(table: pa.Table, name: str, known: bool) -> Floats | None:
+    if not known or name not in table.schema.names or table.column(name).null_count == len(table):
+        return None
+    return _floats(table, name, sparse=True)
+
+
+def _difference(table: pa.Table, own: str, base: str, known: bool) -> Floats | None:
+    first, second = _optional(table, base, known), _optional(table, own, known)
+    return None if first is None or second is None else second - first
+
+
+def _floats(table: pa.Table, name: str, sparse: bool = False) -> Floats:
+    """A column; sparse: NaN stands for a value that was not measured."""
     values = table.column(name)
     found = np.asarray(values.to_numpy(zero_copy_only=False), np.float64)
-    if values.null_count or not np.isfinite(found).all():
+    present = np.asarray(values.is_valid().to_numpy(zero_copy_only=False), bool)
+    if not (sparse or present.all()) or not np.isfinite(found[present]).all():
         raise RecordError(f"tokens.parquet has values of {name} that are empty or not finite; measure it anew")
     return found
 
@@ -152,11 +178,13 @@ def fidelity(pairs: TokenPairs, confidence: float = 0.95) -> Fidelity:
     n_documents = len(np.unique(pairs.documents))
     if n_documents < 2:
         raise RecordError(f"fidelity over {n_documents} documents has no interval; score 2 or more")
+    if len(np.unique(pairs.documents[pairs.measured])) < 2:
+        raise RecordError("divergence is known for fewer than two documents; raise tasks.divergence_store_gib")
     everything = np.ones(len(pairs.kld), bool)
     buckets = {
         name: _means(pairs, mask, confidence)
         for name, mask in (*_context_buckets(pairs.context), *_confidence_buckets(pairs.top1_probability))
-        if len(np.unique(pairs.documents[mask])) >= 2
+        if len(np.unique(pairs.documents[mask & pairs.measured])) >= 2
     }
     estimates = [*_means(pairs, everything, confidence), *_shape(pairs, confidence)]
     mass = float(pairs.covered.mean())
@@ -164,23 +192,46 @@ def fidelity(pairs: TokenPairs, confidence: float = 0.95) -> Fidelity:
 
 
 def _means(pairs: TokenPairs, mask: NDArray[np.bool_], confidence: float) -> list[Estimate]:
-    note = (
-        "exact" if pairs.exact else f"lower bound; {pairs.covered[mask].mean():.4f} of the baseline's mass is covered"
-    )
     documents = pairs.documents[mask]
     return [
-        mean_estimate("mean_kld_nats", pairs.kld[mask], documents, confidence, note),
+        *_divergences(pairs, mask, confidence),
         mean_estimate("same_top1", pairs.same_top1[mask], documents, confidence),
         mean_estimate("mean_correct_probability_change", pairs.change[mask], documents, confidence),
         _root(mean_estimate("rms_correct_probability_change", pairs.change[mask] ** 2, documents, confidence)),
     ]
 
 
+def _divergences(pairs: TokenPairs, mask: NDArray[np.bool_], confidence: float) -> list[Estimate]:
+    """Mean divergence both ways and mean change of entropy, over the tokens where they are known."""
+    known = mask & pairs.measured
+    note = _exactness(pairs)
+    if not pairs.exact:
+        note += f"; {pairs.covered[mask].mean():.4f} of the baseline's mass is covered"
+    named = [
+        ("mean_kld_nats", pairs.kld),
+        ("mean_reverse_kld_nats", pairs.reverse_kld),
+        ("mean_entropy_change_nats", pairs.entropy_change),
+    ]
+    return [
+        mean_estimate(name, values[known], pairs.documents[known], confidence, note)
+        for name, values in named
+        if values is not None
+    ]
+
+
+def _exactness(pairs: TokenPairs) -> str:
+    if not pairs.exact:
+        return "lower bound"
+    known, total = int(pairs.measured.sum()), len(pairs.kld)
+    return "exact" if known == total else f"exact, an even sample of {known:,} of {total:,} tokens"
+
+
 def _shape(pairs: TokenPairs, confidence: float) -> list[Estimate]:
     """Quantiles and the maximum of the divergence, percentiles of the probability change."""
-    note = "exact" if pairs.exact else "lower bound"
-    found = [quantile_estimate("kld_nats", pairs.kld, pairs.documents, q, confidence, note) for q in QUANTILES]
-    top = float(pairs.kld.max())
+    note = _exactness(pairs)
+    kld, documents = pairs.kld[pairs.measured], pairs.documents[pairs.measured]
+    found = [quantile_estimate("kld_nats", kld, documents, q, confidence, note) for q in QUANTILES]
+    top = float(kld.max())
     found.append(
         Estimate(
             "kld_nats_max",
@@ -188,7 +239,7 @@ def _shape(pairs: TokenPairs, confidence: float) -> list[Estimate]:
             None,
             None,
             confidence,
-            len(pairs.kld),
+            len(kld),
             "largest seen",
             note=f"{note}; a maximum has no interval",
         )

@@ -20,31 +20,24 @@ import numpy as np
 from evalq.config import RunConfig
 from evalq.errors import MeasurementError, MissingExtraError
 from evalq.measure.failures import classify
+from evalq.measure.hidden import sequence_key
+from evalq.measure.saved import SavedScores
+from evalq.measure.scores import (
+    Call,
+    HiddenUse,
+    Rows,
+    ScoreRequest,
+    ScoreResult,
+    from_arrays,
+    read_prompt_logprobs,
+    to_arrays,
+)
 
 Progress = Callable[[int, int, str], None]  # done, total, unit
 # Named, not imported: importing it imports vLLM, and vLLM reads its environment when imported.
 PROBE_CLASS = "evalq.measure.probe.EngineProbe"
-SCORER_VERSION = "1"
+SCORER_VERSION = "2"
 MARGIN_TOKENS = 64  # room of the engine's length above the longest window
-
-
-@dataclass(frozen=True)
-class ScoreRequest:
-    """Token ids of one sequence; positions first .. len(ids) - 1 are scored (first >= 1)."""
-
-    ids: list[int]
-    first: int
-
-
-@dataclass(frozen=True)
-class ScoreResult:
-    """Scores of one request, in order of position: (scored tokens,) arrays; top-k arrays are (scored tokens, k)."""
-
-    logprobs: np.ndarray  # float32, nats
-    top1_ids: np.ndarray  # int32
-    top1_logprobs: np.ndarray  # float32
-    topk_ids: np.ndarray | None
-    topk_logprobs: np.ndarray | None
 
 
 @dataclass(frozen=True)
@@ -156,23 +149,31 @@ class Engine:
         share_prefixes: bool = False,
         progress: Progress | None = None,
         reverse: bool = False,
+        hidden: HiddenUse | None = None,
+        saved: SavedScores | None = None,
     ) -> list[ScoreResult]:
         """Score all requests together, in the engine's own batches. Results in the order of `requests`.
 
         share_prefixes lets requests read each other's common prefix from the cache (only with prefix caching on); reverse
-        feeds the requests from the last to the first, which must not matter.
+        feeds the requests from the last to the first, which must not matter. `hidden` keeps or compares hidden states (see
+        keep_hidden); `saved` holds finished requests of an earlier, interrupted call and takes those of this one.
         """
         if reverse:
-            return self.score(requests[::-1], topk, share_prefixes, progress)[::-1]
+            return self.score(requests[::-1], topk, share_prefixes, progress, False, hidden, saved)[::-1]
+        keys = [sequence_key(request.ids, request.first) for request in requests] if hidden or saved else []
+        results: list[ScoreResult | None] = [None] * len(requests)
+        if saved is not None:
+            results = [from_arrays(saved.get(key)) for key in keys]
+        missing = [i for i, result in enumerate(results) if result is None]
+        wanted = [requests[i] for i in missing]
         if self.scorer == "prompt_logprobs":
-            return self._score_by_prompt_logprobs(requests, topk, progress)
-        results = self._score_by_hook(requests, topk, share_prefixes, progress)
-        # A cached prefix that reaches into the scored part leaves rows uncomputed: score those requests on their own.
-        again = [i for i, result in enumerate(results) if result is None]
-        if again:
-            alone = self._score_by_hook([requests[i] for i in again], topk, False, None)
-            for i, result in zip(again, alone, strict=True):
-                results[i] = result
+            found: Sequence[ScoreResult | None] = self._score_by_prompt_logprobs(wanted, topk, progress)
+        else:
+            call = Call(topk, [keys[i] for i in missing] if keys else [], hidden, saved)
+            found = self._score_by_hook(wanted, share_prefixes, progress, call)
+            found = self._score_again(wanted, found, call)
+        for i, result in zip(missing, found, strict=True):
+            results[i] = result
         complete = [result for result in results if result is not None]
         if len(complete) != len(requests):
             raise MeasurementError(
@@ -182,19 +183,68 @@ class Engine:
             )
         return complete
 
-    def _score_by_hook(
-        self, requests: Sequence[ScoreRequest], topk: int, share: bool, progress: Progress | None
+    def _score_again(
+        self, requests: Sequence[ScoreRequest], results: list[ScoreResult | None], call: Call
     ) -> list[ScoreResult | None]:
-        self._llm.collective_rpc("evalq_take_scores", args=(topk,))
+        """A cached prefix that reaches into the scored part leaves rows uncomputed: score those requests on their own."""
+        again = [i for i, result in enumerate(results) if result is None]
+        if not again:
+            return results
+        one = Call(call.topk, [call.keys[i] for i in again] if call.keys else [], call.hidden, None)
+        alone = self._score_by_hook([requests[i] for i in again], False, None, one)
+        for i, result in zip(again, alone, strict=True):
+            results[i] = result
+        return results
+
+    def _score_by_hook(
+        self, requests: Sequence[ScoreRequest], share: bool, progress: Progress | None, call: Call
+    ) -> list[ScoreResult | None]:
+        if not requests:
+            return []
+        self._llm.collective_rpc("evalq_take_scores", args=(call.topk,))
         params = [
-            self._params(extra_args={"evalq": [i, request.first]}, skip_reading_prefix_cache=not share)
-            for i, request in enumerate(requests)
+            self._params(extra_args={"evalq": [i, r.first, *call.place(i)]}, skip_reading_prefix_cache=not share)
+            for i, r in enumerate(requests)
         ]
-        self._run([request.ids for request in requests], params, progress)
-        answers = [a for a in self._llm.collective_rpc("evalq_take_scores", args=(0,)) if a]
-        if not answers:
-            return [None] * len(requests)
-        return _split_scores(answers[0], requests)
+        rows = Rows()
+        finished: list[int] = []
+
+        def take() -> None:
+            rows.add(self._take_scores(call.topk))
+            if call.saved is not None:
+                done = {i: result for i, result in rows.split(requests, finished).items() if result is not None}
+                call.saved.keep({call.keys[i]: to_arrays(result) for i, result in done.items()})
+                finished.clear()
+
+        every = call.saved.every_seconds if call.saved is not None else None
+        self._run([request.ids for request in requests], params, progress, pause=_Pause(take, every, finished))
+        rows.add(self._take_scores(0))
+        found = rows.split(requests, range(len(requests)))
+        return [found[i] for i in range(len(requests))]
+
+    def _take_scores(self, topk_next: int) -> dict[str, np.ndarray]:
+        answers = [a for a in self._llm.collective_rpc("evalq_take_scores", args=(topk_next,)) if a]
+        return answers[0] if answers else {}
+
+    def keep_hidden(self, use: HiddenUse) -> list[str]:
+        """Open the store for writing; returns the hash of the output head on each rank."""
+        return list(self._llm.collective_rpc("evalq_keep_hidden", args=(str(use.folder), use.layout)))
+
+    def compare_hidden(self, use: HiddenUse, heads: list[str], checkpoint: Path | None) -> str:
+        """Open the baseline's store for comparing; returns "" or why exact divergence cannot be had."""
+        arguments = (str(use.folder), use.layout, heads, str(checkpoint or ""))
+        return next(
+            (answer for answer in self._llm.collective_rpc("evalq_compare_hidden", args=arguments) if answer), ""
+        )
+
+    def close_hidden(self) -> None:
+        """Stop keeping or comparing; what was kept is on disk."""
+        self._llm.collective_rpc("evalq_close_hidden")
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the final hidden states."""
+        return int(self._llm.llm_engine.vllm_config.model_config.get_hidden_size())
 
     def _score_by_prompt_logprobs(
         self, requests: Sequence[ScoreRequest], topk: int, progress: Progress | None
@@ -202,7 +252,7 @@ class Engine:
         params = [self._params(prompt_logprobs=max(1, topk)) for _ in requests]
         outputs = self._run([request.ids for request in requests], params, progress)
         return [
-            _read_prompt_logprobs(output.prompt_logprobs, request, topk)
+            read_prompt_logprobs(output.prompt_logprobs, request, topk)
             for output, request in zip(outputs, requests, strict=True)
         ]
 
@@ -239,6 +289,7 @@ class Engine:
         params: list[Any],
         progress: Progress | None,
         finished_seconds: list[float] | None = None,
+        pause: _Pause | None = None,
     ) -> list[Any]:
         """Feed all prompts and step the engine until every one is finished; outputs in the order of prompts."""
         core = self._llm.llm_engine
@@ -259,7 +310,11 @@ class Engine:
                         index = order[output.request_id]
                         outputs[index], seconds[index] = output, time.monotonic() - began
                         done += 1
+                        if pause is not None:
+                            pause.finished.append(index)
                 self.steps += 1
+                if pause is not None:
+                    pause.after_step()
                 if progress:
                     progress(done, len(prompts), "sequences")
         except Exception as error:
@@ -328,54 +383,17 @@ class Engine:
         gc.collect()
 
 
-def _split_scores(arrays: dict[str, np.ndarray], requests: Sequence[ScoreRequest]) -> list[ScoreResult | None]:
-    """Sort rows into requests; None where a request lacks rows."""
-    order = np.lexsort((arrays["position"], arrays["owner"]))
-    owners = arrays["owner"][order]
-    starts = np.searchsorted(owners, np.arange(len(requests)), side="left")
-    stops = np.searchsorted(owners, np.arange(len(requests)), side="right")
-    results: list[ScoreResult | None] = []
-    for request, start, stop in zip(requests, starts, stops, strict=True):
-        rows = order[start:stop]
-        wanted = np.arange(request.first, len(request.ids))
-        # A preempted request is computed twice: keep the last row of each position.
-        positions = arrays["position"][rows]
-        if len(rows) > len(wanted):
-            keep = np.append(positions[1:] != positions[:-1], True)
-            rows, positions = rows[keep], positions[keep]
-        if not np.array_equal(positions, wanted):
-            results.append(None)
-            continue
-        results.append(
-            ScoreResult(
-                arrays["logprob"][rows],
-                arrays["top1_id"][rows],
-                arrays["top1_logprob"][rows],
-                arrays["topk_id"][rows] if "topk_id" in arrays else None,
-                arrays["topk_logprob"][rows] if "topk_logprob" in arrays else None,
-            )
-        )
-    return results
+class _Pause:
+    """Calls `take` between two steps, at most once in `every` seconds."""
 
+    def __init__(self, take: Callable[[], None], every: float | None, finished: list[int]) -> None:
+        self._take, self._every, self.finished = take, every, finished
+        self._last = time.monotonic()
 
-def _read_prompt_logprobs(entries: Any, request: ScoreRequest, topk: int) -> ScoreResult:
-    """The engine's public per-token objects as arrays."""
-    logprobs, top_ids, top_logprobs = [], [], []
-    for position in range(request.first, len(request.ids)):
-        entry = entries[position]
-        logprobs.append(entry[request.ids[position]].logprob)
-        ranked = sorted(entry.items(), key=lambda pair: pair[1].rank)[: max(1, topk)]
-        top_ids.append([token for token, _ in ranked])
-        top_logprobs.append([value.logprob for _, value in ranked])
-    ids = np.asarray(top_ids, dtype=np.int32).reshape(len(logprobs), max(1, topk))
-    values = np.asarray(top_logprobs, dtype=np.float32).reshape(len(logprobs), max(1, topk))
-    return ScoreResult(
-        np.asarray(logprobs, dtype=np.float32),
-        ids[:, 0],
-        values[:, 0],
-        ids if topk else None,
-        values if topk else None,
-    )
+    def after_step(self) -> None:
+        if self._every is not None and self.finished and time.monotonic() - self._last >= self._every:
+            self._take()
+            self._last = time.monotonic()
 
 
 def _setting(owner: Any, *names: str) -> Any:

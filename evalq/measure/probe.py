@@ -11,14 +11,15 @@ from __future__ import annotations
 import json
 import resource
 from collections import Counter
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from evalq.measure.hidden import Layout
+from evalq.measure.scorer import HiddenSink, HiddenSource, ScoreStore, head_hash, load_head, score_step
+
 HOOKED = "_get_prompt_logprobs_dict"
-BLOCK_BYTES = 128 << 20  # float32 logits held at once
 
 
 def record_as_loaded() -> None:
@@ -57,24 +58,11 @@ def as_loaded(model: Any) -> list[list[Any]]:
     return rows
 
 
-@dataclass
-class ScoreStore:
-    """Rows scored since the last `take`; tensors stay on the device until then."""
-
-    topk: int
-    owners: list[np.ndarray] = field(default_factory=list)  # (rows,) request number
-    positions: list[np.ndarray] = field(default_factory=list)  # (rows,) position of the predicted token in its prompt
-    logprobs: list[torch.Tensor] = field(default_factory=list)  # (rows,) float32, nats
-    top1_ids: list[torch.Tensor] = field(default_factory=list)  # (rows,) int64
-    top1_logprobs: list[torch.Tensor] = field(default_factory=list)  # (rows,) float32
-    topk_ids: list[torch.Tensor] = field(default_factory=list)  # (rows, k) int64
-    topk_logprobs: list[torch.Tensor] = field(default_factory=list)  # (rows, k) float32
-
-
 class EngineProbe:
     """Methods that vLLM adds to its worker. `self` is the worker; `self.model_runner` its model runner."""
 
     model_runner: Any
+    parallel_config: Any
 
     def evalq_install_scorer(self) -> str:
         """Put the scorer in place of the engine's prompt log-probabilities; returns "" or why it does not fit."""
@@ -88,6 +76,7 @@ class EngineProbe:
             return f"this engine's model runner ({type(runner).__name__}) has no {', '.join(missing)}"
         engine_own = getattr(runner, HOOKED)
         runner.evalq_scores = ScoreStore(topk=0)
+        runner.evalq_sink = runner.evalq_source = None
 
         def hook(hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> Any:
             score_step(runner, hidden_states, num_scheduled_tokens)
@@ -96,24 +85,45 @@ class EngineProbe:
         setattr(runner, HOOKED, hook)
         return ""
 
-    def evalq_take_scores(self, topk_next: int = 0) -> dict[str, np.ndarray]:
+    def evalq_take_scores(self, topk_next: int = 0) -> dict[str, Any]:
         """Arrays of all rows scored since the last call (empty on ranks that do not hold logits), then start anew."""
         runner = self.model_runner
         store: ScoreStore = runner.evalq_scores
         runner.evalq_scores = ScoreStore(topk=topk_next)
-        if not store.owners:
-            return {}
-        arrays = {
-            "owner": np.concatenate(store.owners),
-            "position": np.concatenate(store.positions),
-            "logprob": _to_numpy(store.logprobs, np.float32),
-            "top1_id": _to_numpy(store.top1_ids, np.int32),
-            "top1_logprob": _to_numpy(store.top1_logprobs, np.float32),
-        }
-        if store.topk:
-            arrays["topk_id"] = _to_numpy(store.topk_ids, np.int32)
-            arrays["topk_logprob"] = _to_numpy(store.topk_logprobs, np.float32)
-        return arrays
+        if getattr(runner, "evalq_sink", None) is not None:
+            runner.evalq_sink.sync()
+        return store.arrays()
+
+    def evalq_keep_hidden(self, folder: str, layout: Layout) -> str:
+        """From now on, keep hidden states as `layout` says; returns the hash of this rank's output head."""
+        runner = self.model_runner
+        holds_logits = int(getattr(self, "rank", 0)) % self.parallel_config.tensor_parallel_size == 0
+        runner.evalq_sink = HiddenSink(Path(folder), layout) if holds_logits else None
+        return head_hash(runner.model)
+
+    def evalq_compare_hidden(self, folder: str, layout: Layout, heads: list[str], checkpoint: str) -> str:
+        """From now on, compare with the baseline's hidden states; returns "" or why this cannot be done.
+
+        heads: hash of the baseline's output head on each rank; checkpoint: where that head can be read when it is another.
+        """
+        runner = self.model_runner
+        rank = int(getattr(self, "rank", 0))
+        head = None
+        if rank >= len(heads) or not heads[rank] or head_hash(runner.model) != heads[rank]:
+            head = load_head(Path(checkpoint), getattr(torch, layout.dtype), runner.device) if checkpoint else None
+            if head is None:
+                return (
+                    f"the baseline's output head differs from this one's and is not in {checkpoint or 'any checkpoint'}"
+                )
+        runner.evalq_source = HiddenSource(Path(folder), layout, head)
+        return ""
+
+    def evalq_close_hidden(self) -> None:
+        """Stop keeping and comparing hidden states; everything kept is on disk."""
+        runner = self.model_runner
+        if getattr(runner, "evalq_sink", None) is not None:
+            runner.evalq_sink.sync()
+        runner.evalq_sink = runner.evalq_source = None
 
     def evalq_describe(self) -> str:
         """JSON of what was really loaded: parameter dtypes and bytes, kernels, KV tensors, KV scales, memory."""
@@ -130,76 +140,6 @@ class EngineProbe:
                 "memory": describe_memory(),
             }
         )
-
-
-def score_step(runner: Any, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> None:
-    """Score the rows of one engine step. hidden_states: (tokens of the step, hidden)."""
-    rows: list[np.ndarray] = []
-    targets: list[np.ndarray] = []
-    owners: list[np.ndarray] = []
-    positions: list[np.ndarray] = []
-    for request_id, scheduled in num_scheduled_tokens.items():
-        request = runner.requests[request_id]
-        asked = (getattr(request.sampling_params, "extra_args", None) or {}).get("evalq")
-        if asked is None or request.prompt_token_ids is None:
-            continue
-        owner, first = asked  # positions first .. len(prompt) - 1 are scored
-        start = request.num_computed_tokens
-        prompt = request.prompt_token_ids
-        low, high = max(start, first - 1), min(start + scheduled, len(prompt) - 1)
-        if low >= high:
-            continue
-        offset = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]]) - start
-        rows.append(np.arange(low + offset, high + offset))
-        targets.append(np.asarray(prompt[low + 1 : high + 1], dtype=np.int64))
-        owners.append(np.full(high - low, owner, dtype=np.int64))
-        positions.append(np.arange(low + 1, high + 1))
-    if rows:
-        store: ScoreStore = runner.evalq_scores
-        if score_rows(runner.model, hidden_states, np.concatenate(rows), np.concatenate(targets), store):
-            store.owners.append(np.concatenate(owners))
-            store.positions.append(np.concatenate(positions))
-
-
-def score_rows(
-    model: Any, hidden_states: torch.Tensor, rows: np.ndarray, targets: np.ndarray, store: ScoreStore
-) -> bool:
-    """Log-probabilities of `targets` after `rows` of hidden_states, in blocks; False where this rank holds no logits."""
-    device = hidden_states.device
-    row_index = torch.from_numpy(rows).to(device, non_blocking=True)
-    target_index = torch.from_numpy(targets).to(device, non_blocking=True)
-    block = 0
-    done = 0
-    while done < len(rows):
-        stop = min(done + (block or 64), len(rows))
-        logits = model.compute_logits(hidden_states.index_select(0, row_index[done:stop]))
-        if logits is None:
-            return False
-        block = max(16, BLOCK_BYTES // (4 * logits.shape[-1]))
-        _score_block(logits.float(), target_index[done:stop], store)
-        done = stop
-    return True
-
-
-def _score_block(logits: torch.Tensor, targets: torch.Tensor, store: ScoreStore) -> None:
-    """logits: (rows, vocabulary) float32. By log-sum-exp: over 49,152 words within 2e-6 nats of float64, without a bias.
-
-    The engine's own prompt log-probabilities come from torch's float32 log_softmax, which on a CPU is 6e-6 nats a token high.
-    """
-    normaliser = torch.logsumexp(logits, dim=-1)
-    top1 = logits.max(dim=-1)
-    store.logprobs.append(logits.gather(1, targets[:, None]).squeeze(1) - normaliser)
-    store.top1_ids.append(top1.indices)
-    store.top1_logprobs.append(top1.values - normaliser)
-    if store.topk:
-        top = torch.topk(logits, store.topk, dim=-1)
-        store.topk_ids.append(top.indices)
-        store.topk_logprobs.append(top.values - normaliser[:, None])
-
-
-def _to_numpy(parts: list[torch.Tensor], dtype: Any) -> np.ndarray:
-    array: np.ndarray = torch.cat(parts).cpu().numpy().astype(dtype)
-    return array
 
 
 def describe_parameters(model: Any) -> dict[str, Any]:

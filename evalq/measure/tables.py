@@ -96,7 +96,13 @@ def _append_window(columns: dict[str, list[Any]], task: str, doc_id: int, window
     columns["logprob"].extend(result.logprobs.tolist())
     columns["top1_id"].extend(result.top1_ids.tolist())
     columns["top1_logprob"].extend(result.top1_logprobs.tolist())
-    columns["entropy_nats"].extend(nothing)
     columns["topk_ids"].extend(nothing if result.topk_ids is None else result.topk_ids.tolist())
     columns["topk_logprobs"].extend(nothing if result.topk_logprobs is None else result.topk_logprobs.tolist())
-    columns["exact_kld_nats"].extend(nothing)
+    exact = result.divergence
+    for name, values in (
+        ("exact_kld_nats", exact.kld if exact else None),
+        ("exact_reverse_kld_nats", exact.reverse_kld if exact else None),
+        ("entropy_nats", exact.entropy if exact else None),
+        ("base_entropy_nats", exact.base_entropy if exact else None),
+    ):
+        columns[name].extend(nothing if values is None else [None if math.isnan(v) else v for v in values.tolist()])

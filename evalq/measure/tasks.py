@@ -7,14 +7,16 @@ scored once, BOS is explicit, the window is the task's, truncations are counted,
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import hashlib
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lm_eval
 import numpy as np
@@ -22,7 +24,12 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from evalq.errors import ConfigError, EvalqError, MeasurementError
-from evalq.measure.engine import Progress, ScoreRequest, ScoreResult
+from evalq.measure.engine import Progress
+from evalq.measure.saved import SavedScores
+from evalq.measure.scores import ScoreRequest, ScoreResult
+
+if TYPE_CHECKING:
+    from evalq.measure.divergence import ExactDivergence
 
 FEWSHOT_SEED = 1234  # lm-eval's own default
 
@@ -60,6 +67,8 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         share_prefixes: bool = False,
         progress: Progress | None = None,
         reverse: bool = False,
+        divergence: ExactDivergence | None = None,
+        saved: SavedScores | None = None,
     ) -> None:
         super().__init__()
         self.engine = engine
@@ -71,6 +80,9 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         self.share_prefixes = share_prefixes
         self.progress = progress
         self.reverse = reverse
+        self.divergence = divergence
+        self.saved = saved
+        self._encoded: dict[str, list[int]] = {}
         self.documents: dict[tuple[str, int], list[ScoredWindow]] = {}
         self.tallies: dict[str, Tally] = {}
         self._scored: dict[tuple[tuple[int, ...], int], tuple[float, bool]] = {}
@@ -95,8 +107,20 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Token ids without any special token; BOS is added by the caller, exactly once."""
+        known = self._encoded.get(string)
+        if known is not None:
+            return list(known)
         ids: list[int] = self.tokenizer.encode(string, add_special_tokens=False)
         return ids
+
+    def _encode_ahead(self, texts: Sequence[str]) -> None:
+        """Token ids of all texts at once, on all cores, for tok_encode to find."""
+        unique = list(dict.fromkeys(texts))
+        if not unique:
+            return
+        with _all_cores():
+            encoded = self.tokenizer(unique, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        self._encoded = dict(zip(unique, encoded["input_ids"], strict=True))
 
     def tok_decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens))
@@ -105,6 +129,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         """Sum of log-probabilities (nats) of each document, in disjoint windows of 1 context token + window-1 scored ones."""
         windows: list[ScoreRequest] = []
         owners: list[tuple[str, int, int]] = []
+        self._encode_ahead([request.args[0] for request in requests])
         for request in requests:
             tally = self._tally(request.task_name)
             position = 0
@@ -117,12 +142,23 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
                 owners.append((request.task_name, int(request.doc_id), position))
                 position += len(continuation)
                 _count(tally, context, continuation)
-        results = self.engine.score(windows, self.topk, False, self.progress, self.reverse)
+        self._encoded.clear()
+        results = self._score_windows(windows)
         for (task, doc_id, start), window, result in zip(owners, windows, results, strict=True):
             self.documents.setdefault((task, doc_id), []).append(
                 ScoredWindow(start, window.first, window.ids[window.first :], result)
             )
         return [self._document_sum(request.task_name, request.doc_id) for request in requests]
+
+    def _score_windows(self, windows: list[ScoreRequest]) -> list[ScoreResult]:
+        exact = self.divergence
+        use = exact.begin(self.engine, windows) if exact is not None else None
+        results: list[ScoreResult] = self.engine.score(
+            windows, self.topk, False, self.progress, self.reverse, use, self.saved
+        )
+        if exact is not None:
+            exact.finish(self.engine)
+        return results
 
     def _document_sum(self, task: str, doc_id: int) -> float:
         windows = self.documents.get((task, doc_id), [])
@@ -130,7 +166,9 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(sum of log-probabilities in nats, whether greedy decoding gives it) of each continuation after its context."""
+        self._encode_ahead([text for request in requests for text in _texts_of_pair(*request.args)])
         keys = [self._encode_request(request) for request in requests]
+        self._encoded.clear()
         self._score_new([key for key in dict.fromkeys(keys) if key not in self._scored])
         return [self._scored[key] for key in keys]
 
@@ -160,7 +198,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         """Score unseen sequences, those with common beginnings side by side so that the engine can share them."""
         ordered = sorted(keys)
         batch = [ScoreRequest(list(ids), first) for ids, first in ordered]
-        results = self.engine.score(batch, 0, self.share_prefixes, self.progress, self.reverse)
+        results = self.engine.score(batch, 0, self.share_prefixes, self.progress, self.reverse, None, self.saved)
         for key, request, result in zip(ordered, batch, results, strict=True):
             greedy = bool(np.array_equal(result.top1_ids, np.asarray(request.ids[request.first :])))
             self._scored[key] = (float(result.logprobs.sum(dtype=np.float64)), greedy)
@@ -198,6 +236,27 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
 
     def _tally(self, task: str) -> Tally:
         return self.tallies.setdefault(task, Tally())
+
+
+def _texts_of_pair(context: str, continuation: str) -> list[str]:
+    """What TemplateLM._encode_pair will ask tok_encode for: spaces at the end of the context belong to the continuation."""
+    stripped = context.rstrip()
+    return [context + continuation, stripped] if stripped else [context + continuation]
+
+
+@contextlib.contextmanager
+def _all_cores() -> Iterator[None]:
+    """Let the tokenizer use its threads; it is told not to elsewhere, because threads and forks do not go together."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "true"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _count(tally: Tally, context: Sequence[int], continuation: Sequence[int]) -> None:

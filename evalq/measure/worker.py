@@ -44,10 +44,12 @@ from evalq.records import (
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from evalq.measure.divergence import ExactDivergence
     from evalq.measure.engine import Engine
 
 RECORD_FOLDER = "record"
 DONE_FOLDER = "done"
+PARTIAL_FOLDER = "partial"
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,9 @@ class WorkerSpec:
     checkpoint_id: CheckpointId | None = None
     prompts: list[str] = dataclasses.field(default_factory=list)  # to generate from, for people to review
     output_tokens: int = 0  # at most, of each
+    hidden_folder: str = ""  # where the baseline's hidden states are kept; "" = no exact divergence
+    baseline_key: str = ""  # reuse key of the baseline whose hidden states they are
+    baseline_checkpoint: str = ""  # where the baseline's output head can be read
 
 
 class Events:
@@ -204,13 +209,14 @@ def _measure_on(
 
     settings = engine.settings()
     applied = check_applied(config, settings, engine.describe())
+    divergence = _divergence(spec, config, events)
     scored: dict[str, TaskScores] = {}
     identity: dict[str, Scalar] = {}
     tables: list[dict[str, pa.Table]] = []
     for group, (tasks, limit) in groups.items():
         with events.timed(f"score {group}", f"scoring {group}"):
             result = _read_done(work, group, spec.reuse_key) or _score_group(
-                engine, config, group, tasks, limit, work, spec.reuse_key, events
+                engine, config, group, tasks, limit, work, spec.reuse_key, events, divergence
             )
         scored.update(result[0])
         identity.update(result[1])
@@ -245,14 +251,32 @@ def _measure_on(
         ledger=dataclasses.replace(ledger, predicted=spec.predicted),
         stage_seconds={name: round(seconds, 3) for name, seconds in events.stage_seconds.items()},
         environment=_environment(spec),
-        notes=[note for note in (engine.scorer_note,) if note],
+        notes=[note for note in (engine.scorer_note, divergence.note if divergence else "") if note],
         failure=None,
         tables={},
         calibration=spec.calibration,
         checkpoint=spec.checkpoint_id,
+        divergence_from=spec.baseline_key if divergence and divergence.compare and not divergence.note else "",
     )
     with events.timed("write", "writing the record"):
         return _write(work, record, tables)
+
+
+def _divergence(spec: WorkerSpec, config: RunConfig, events: Events) -> ExactDivergence | None:
+    """The cell's part in exact divergence; None when it has none."""
+    if not spec.hidden_folder:
+        return None
+    from evalq.measure.divergence import ExactDivergence
+
+    checkpoint = Path(spec.baseline_checkpoint) if spec.baseline_checkpoint else None
+    limit = round(config.tasks.divergence_store_gib * 2**30)
+    return ExactDivergence(
+        Path(spec.hidden_folder),
+        not spec.cell.is_baseline,
+        limit,
+        checkpoint,
+        lambda text: events.send("stage", stage=events.stage, label=text),
+    )
 
 
 def _score_group(
@@ -264,12 +288,15 @@ def _score_group(
     work: Path,
     reuse_key: str,
     events: Events,
+    divergence: ExactDivergence | None,
 ) -> tuple[dict[str, TaskScores], dict[str, Scalar], dict[str, pa.Table]]:
     """Score one group of tasks and keep the result on disk at once."""
+    from evalq.measure.saved import SavedScores
     from evalq.measure.tables import document_rows, item_tables, merge_metrics, token_table
     from evalq.measure.tasks import EngineLM, dataset_hash, harness_version, metric_values, run_tasks
     from evalq.measure.texts import kept_texts
 
+    saved = SavedScores(work / PARTIAL_FOLDER / group, reuse_key, config.tasks.save_seconds)
     lm = EngineLM(
         engine,
         config.model.bos,
@@ -279,6 +306,8 @@ def _score_group(
         share_prefixes=shares_prefixes(config),
         progress=events.progress,
         reverse=config.tasks.request_order == "reverse",
+        divergence=divergence,
+        saved=saved,
     )
     results, seconds = run_tasks(lm, tasks, limit)
     scores: dict[str, TaskScores] = {}
@@ -315,6 +344,7 @@ def _score_group(
     if config.tasks.keep_texts:
         tables |= kept_texts({name: results["samples"][name] for name in tasks}, tables.get("tokens"), lm.tokenizer)
     _write_done(work, group, reuse_key, scores, identity, tables)
+    saved.clear()
     events.send("scored", group=group, metrics={name: score.metrics for name, score in scores.items()})
     return scores, identity, tables
 

@@ -110,7 +110,7 @@ class Group:
         engine = yardstick.config.engine
         changed = dataclasses.replace(
             yardstick.config,
-            tasks=dataclasses.replace(yardstick.config.tasks, request_order="reverse"),
+            tasks=dataclasses.replace(yardstick.config.tasks, request_order="reverse", divergence="none"),
             engine=dataclasses.replace(engine, max_num_batched_tokens=max(256, engine.max_num_batched_tokens // 2)),
         )
         again = dataclasses.replace(yardstick, config=changed)

@@ -45,6 +45,8 @@ def table(logs: np.ndarray, k: int, targets: np.ndarray, exact: np.ndarray | Non
             "topk_ids": lists if k else [None] * n,
             "topk_logprobs": [logs[i, lists[i]].tolist() for i in range(n)] if k else [None] * n,
             "exact_kld_nats": [None] * n if exact is None else exact.tolist(),
+            "exact_reverse_kld_nats": [None] * n,
+            "base_entropy_nats": [None] * n,
         },
         schema=token_schema(),
     )
@@ -151,3 +153,28 @@ def test_intervals_cover_the_truth() -> None:
         ):
             inside[place] += (found.low or 0.0) <= 0.0 <= (found.high or 0.0)
     assert (abs(inside / 400 - 0.95) <= 3 * (0.95 * 0.05 / 400) ** 0.5).all()
+
+
+def test_even_sample_of_exact_values_is_named_and_used_alone() -> None:
+    """Every other token measured: the mean is over those, the rest of the figures over all."""
+    logs, _ = distributions(80, 0.0)
+    targets = np.zeros(80, dtype=np.int64)
+    exact = [float(i) if i % 2 else None for i in range(80)]
+    second = table(logs, 0, targets)
+    at = second.schema.get_field_index("exact_kld_nats")
+    second = second.set_column(at, second.schema.field(at), pa.array(exact, pa.float32()))
+    result = fidelity(token_pairs(table(logs, 0, targets), second))
+    first = result.estimates[0]
+    assert (first.name, first.value, first.n) == ("mean_kld_nats", 40.0, 40)
+    assert first.note == "exact, an even sample of 40 of 80 tokens"
+    assert next(e for e in result.estimates if e.name == "same_top1").n == 80
+    assert next(e for e in result.estimates if e.name == "kld_nats_max").value == 79.0
+
+
+def test_exact_values_against_another_baseline_are_not_read() -> None:
+    logs, _ = distributions(80, 0.0)
+    targets = np.zeros(80, dtype=np.int64)
+    second = table(logs, 5, targets, np.full(80, 7.0))
+    found = token_pairs(table(logs, 5, targets), second, exact=False)
+    assert not found.exact
+    assert found.kld.max() < 1e-4

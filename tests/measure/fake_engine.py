@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from evalq.measure.engine import ScoreRequest, ScoreResult
+from evalq.measure.scores import ScoreRequest, ScoreResult
 
 WORDS = 500
 
@@ -73,6 +73,8 @@ class FakeEngine:
         share: bool = False,
         progress: Any = None,
         reverse: bool = False,
+        hidden: Any = None,
+        saved: Any = None,
     ) -> list[ScoreResult]:
         self.batches.append(list(requests))
         self.shared.append(share)

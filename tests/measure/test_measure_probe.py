@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from evalq.measure import probe  # noqa: E402 - after the skip
-from evalq.measure.engine import ScoreRequest, _read_prompt_logprobs, _split_scores  # noqa: E402
-from evalq.measure.probe import EngineProbe, ScoreStore, score_rows, score_step  # noqa: E402
+from evalq.measure import probe, reductions  # noqa: E402 - after the skip
+from evalq.measure.probe import EngineProbe  # noqa: E402
+from evalq.measure.scorer import ScoreStore, score_step  # noqa: E402
+from evalq.measure.scores import ScoreRequest, read_prompt_logprobs, split_scores  # noqa: E402
 
 VOCABULARY, HIDDEN = 50, 8
 
@@ -45,6 +46,12 @@ def state_after(prefix: tuple[int, ...]) -> Any:
 def hidden_of(ids: list[int]) -> Any:
     """(tokens, hidden): the state after each token."""
     return torch.stack([state_after(tuple(ids[:stop])) for stop in range(1, len(ids) + 1)])
+
+
+def split(arrays: dict[str, np.ndarray], requests: list[ScoreRequest]) -> list[Any]:
+    """Results of all requests, in order."""
+    found = split_scores(arrays, requests, range(len(requests)))
+    return [found[i] for i in range(len(requests))]
 
 
 def exact(ids: list[int], first: int) -> np.ndarray:
@@ -115,7 +122,7 @@ def test_any_chunking_scores_every_row_exactly_once(batch: tuple[list[ScoreReque
         runner.step(step)
     arrays = runner.take()
     assert len(arrays["owner"]) == sum(len(r.ids) - r.first for r in requests)
-    for request, result in zip(requests, _split_scores(arrays, requests), strict=True):
+    for request, result in zip(requests, split(arrays, requests), strict=True):
         assert result is not None
         np.testing.assert_allclose(result.logprobs, exact(request.ids, request.first), atol=2e-5)
 
@@ -137,7 +144,7 @@ def test_preempted_request_is_computed_again_and_counted_once(
         missing = len(request.prompt_token_ids) - request.num_computed_tokens
         if missing:
             runner.step({name: missing})
-    for request, result in zip(requests, _split_scores(runner.take(), requests), strict=True):
+    for request, result in zip(requests, split(runner.take(), requests), strict=True):
         assert result is not None
         np.testing.assert_allclose(result.logprobs, exact(request.ids, request.first), atol=2e-5)
 
@@ -151,7 +158,7 @@ def test_later_row_of_a_position_wins() -> None:
         "top1_id": np.asarray([7, 8, 9], dtype=np.int32),
         "top1_logprob": np.zeros(3, dtype=np.float32),
     }
-    (result,) = _split_scores(arrays, [request])
+    (result,) = split(arrays, [request])
     assert result is not None
     assert result.logprobs.tolist() == [-1.0, -2.0]
     assert result.top1_ids.tolist() == [8, 9]
@@ -165,7 +172,7 @@ def test_prefix_from_the_cache_that_reaches_into_the_scored_part_is_noticed() ->
     for name in ("r0", "r1"):
         runner.requests[name].num_computed_tokens = 4
         runner.step({name: 2})
-    first, second = _split_scores(runner.take(), requests)
+    first, second = split(runner.take(), requests)
     assert first is None
     assert second is not None
     np.testing.assert_allclose(second.logprobs, exact([1, 2, 3, 4, 5, 6], 5), atol=2e-5)
@@ -200,12 +207,11 @@ def test_taking_scores_starts_anew_with_another_k() -> None:
 
 @pytest.mark.parametrize("block_bytes", [4 * VOCABULARY * 16, 4 * VOCABULARY * 100, 128 << 20])
 def test_blocks_of_any_size_give_the_same(block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(reductions, "BLOCK_BYTES", block_bytes)
     ids = [i % VOCABULARY for i in range(0, 3 * 211, 3)]
-    store = ScoreStore(topk=0)
-    rows = np.arange(len(ids) - 1)
-    assert score_rows(Model(), hidden_of(ids), rows, np.asarray(ids[1:]), store)
-    np.testing.assert_allclose(torch.cat(store.logprobs).numpy(), exact(ids, 1), atol=2e-5)
+    runner = Runner([ScoreRequest(ids, 1)])
+    runner.step({"r0": len(ids)})
+    np.testing.assert_allclose(torch.cat(runner.evalq_scores.logprobs).numpy(), exact(ids, 1), atol=2e-5)
 
 
 def test_rank_without_logits_keeps_nothing() -> None:
@@ -242,7 +248,7 @@ def test_public_logprobs_are_read_by_token_and_rank() -> None:
         entry((6, -0.2, 1)),
         entry((7, -3.0, 9), (1, -0.5, 1), (2, -0.9, 2)),
     ]
-    result = _read_prompt_logprobs(entries, ScoreRequest([4, 5, 6, 7], 1), 0)
+    result = read_prompt_logprobs(entries, ScoreRequest([4, 5, 6, 7], 1), 0)
     np.testing.assert_allclose(result.logprobs, [-2.0, -0.2, -3.0], atol=1e-6)
     assert result.top1_ids.tolist() == [9, 6, 1]
     assert result.topk_ids is None

@@ -1,0 +1,100 @@
+"""From logits to the few numbers per row that are kept: exact, over the whole vocabulary, on the device.
+
+On a GPU one Triton kernel per block reads the logits once, in the dtype they have; elsewhere torch does it in float32. Both
+take log-sum-exp over all words, so that nothing is estimated and no (rows, vocabulary) float32 tensor is needed on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+BLOCK_BYTES = 128 << 20  # float32 logits held at once where torch reduces them
+KERNEL_BLOCK_BYTES = 256 << 20  # logits of one model held at once where the kernel reduces them
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What is kept of each row's distribution; each tensor (rows,), logarithms in nats."""
+
+    logprobs: torch.Tensor  # float32, of the target
+    top1_ids: torch.Tensor  # int64
+    top1_logprobs: torch.Tensor  # float32
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Two distributions over the same vocabulary, row by row; each tensor (rows,) float32, nats."""
+
+    forward: torch.Tensor  # KL(base || own)
+    reverse: torch.Tensor  # KL(own || base)
+    base_entropy: torch.Tensor
+    own_entropy: torch.Tensor
+
+
+def rows_per_block(vocabulary: int, device: torch.device, element_bytes: int) -> int:
+    """How many rows of logits are computed at once, so that their memory stays bounded."""
+    if uses_kernel(device):
+        return max(16, KERNEL_BLOCK_BYTES // (element_bytes * vocabulary))
+    return max(16, BLOCK_BYTES // (4 * vocabulary))
+
+
+def uses_kernel(device: torch.device) -> bool:
+    """Whether the Triton kernel reduces logits on `device`."""
+    return device.type == "cuda" and _kernels() is not None
+
+
+def _kernels() -> Any:
+    try:
+        from evalq.measure import kernels
+    except ImportError:  # an engine without Triton
+        return None
+    return kernels
+
+
+def score_rows(logits: torch.Tensor, targets: torch.Tensor) -> Rows:
+    """logits: (rows, vocabulary), any float dtype; targets: (rows,) int64."""
+    if uses_kernel(logits.device):
+        return Rows(*_kernels().score(logits, targets))
+    return score_by_torch(logits, targets)
+
+
+def score_by_torch(logits: torch.Tensor, targets: torch.Tensor) -> Rows:
+    """By log-sum-exp: over 49,152 words within 2e-6 nats of float64, without a bias.
+
+    The engine's own prompt log-probabilities come from torch's float32 log_softmax, which on a CPU is 6e-6 nats a token high.
+    """
+    values = logits.float()
+    normaliser = torch.logsumexp(values, dim=-1)
+    top1 = values.max(dim=-1)
+    at_target = values.gather(1, targets[:, None]).squeeze(1)
+    return Rows(at_target - normaliser, top1.indices, top1.values - normaliser)
+
+
+def compare_rows(base: torch.Tensor, own: torch.Tensor) -> Divergence:
+    """base, own: (rows, vocabulary) logits of the two models after the same tokens."""
+    if uses_kernel(own.device):
+        return Divergence(*_kernels().compare(base, own))
+    return compare_by_torch(base, own)
+
+
+def compare_by_torch(base: torch.Tensor, own: torch.Tensor) -> Divergence:
+    """As compare_rows, in float32.
+
+    KL(p || q) = sum p (a - b) - (lse a - lse b) for logits a, b: the differences of logits are small numbers, so little is
+    lost where the two models nearly agree.
+    """
+    a, b = base.float(), own.float()
+    lse_a, lse_b = torch.logsumexp(a, dim=-1), torch.logsumexp(b, dim=-1)
+    shift = lse_a - lse_b
+    difference = a - b
+    log_p = a - lse_a[:, None]
+    p = torch.exp(log_p)
+    forward = (p * difference).sum(-1) - shift
+    base_entropy = -(p * log_p).sum(-1)
+    log_q = b - lse_b[:, None]
+    q = torch.exp(log_q)
+    reverse = shift - (q * difference).sum(-1)
+    return Divergence(forward.clamp_min(0.0), reverse.clamp_min(0.0), base_entropy, -(q * log_q).sum(-1))

@@ -1,0 +1,312 @@
+"""The scorer inside the engine's worker: which rows of a step are scored, their numbers, and the baseline's hidden states.
+
+`score_step` is handed the final hidden states of every token of an engine step. It picks the scored rows of all requests,
+computes their logits in blocks of bounded memory, reduces each block on the device (evalq.measure.reductions) and keeps a few
+numbers per row. With a sink, the hidden states themselves are kept; with a source, each row is compared with the baseline's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from evalq.measure import hidden, reductions
+
+Array = np.ndarray[Any, Any]
+WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+
+
+@dataclass
+class ScoreStore:
+    """Rows scored since the last `take`; tensors stay on the device until then."""
+
+    topk: int
+    owners: list[Array] = field(default_factory=list)  # (rows,) request number
+    positions: list[Array] = field(default_factory=list)  # (rows,) position of the predicted token in its prompt
+    logprobs: list[torch.Tensor] = field(default_factory=list)  # (rows,) float32, nats
+    top1_ids: list[torch.Tensor] = field(default_factory=list)  # (rows,) int64
+    top1_logprobs: list[torch.Tensor] = field(default_factory=list)  # (rows,) float32
+    topk_ids: list[torch.Tensor] = field(default_factory=list)  # (rows, k) int64
+    topk_logprobs: list[torch.Tensor] = field(default_factory=list)  # (rows, k) float32
+    divergences: list[torch.Tensor] = field(
+        default_factory=list
+    )  # (4, rows) float32, as reductions.Divergence; NaN = none
+
+    def arrays(self) -> dict[str, Array]:
+        """Everything as arrays on the host; empty when nothing was scored."""
+        if not self.owners:
+            return {}
+        found = {
+            "owner": np.concatenate(self.owners),
+            "position": np.concatenate(self.positions),
+            "logprob": _to_numpy(self.logprobs, np.float32),
+            "top1_id": _to_numpy(self.top1_ids, np.int32),
+            "top1_logprob": _to_numpy(self.top1_logprobs, np.float32),
+        }
+        if self.topk:
+            found["topk_id"] = _to_numpy(self.topk_ids, np.int32)
+            found["topk_logprob"] = _to_numpy(self.topk_logprobs, np.float32)
+        if self.divergences:
+            names = ("kld", "reverse_kld", "base_entropy", "entropy")
+            values = _to_numpy(self.divergences, np.float32, axis=1)
+            found |= dict(zip(names, values, strict=True))
+        return found
+
+
+def _to_numpy(parts: list[torch.Tensor], dtype: Any, axis: int = 0) -> Array:
+    array: Array = torch.cat(parts, dim=axis).cpu().numpy().astype(dtype)
+    return array
+
+
+@dataclass
+class Step:
+    """The scored rows of one engine step, all requests together; arrays (rows,) or, for what is kept, (kept,)."""
+
+    rows: Array  # in the step's hidden states
+    targets: Array  # token id each predicts
+    owners: Array
+    positions: Array
+    kept: Array  # of the rows, those with a place in the hidden-state store; ascending
+    places: Array  # their rows in that store
+
+
+class HiddenSink:
+    """Writes rows of hidden states to the store; copies from the device run beside the next step."""
+
+    def __init__(self, folder: Path, layout: hidden.Layout) -> None:
+        self.stride = layout.stride
+        self._file = hidden.open_rows(folder, layout, writable=True)
+        self._pending: list[tuple[torch.Tensor, Array, Any]] = []
+
+    def put(self, rows: torch.Tensor, places: Array) -> None:
+        """rows: (kept, hidden) on the device, for the rows `places` of the store."""
+        self.flush()
+        event = None
+        if rows.device.type == "cuda":
+            host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            host.copy_(rows, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        else:
+            host = rows.clone()
+        self._pending.append((host, places, event))
+
+    def flush(self) -> None:
+        """Put what has arrived on the host into the file."""
+        for host, places, event in self._pending:
+            if event is not None:
+                event.synchronize()
+            self._file[places] = host.view(WORDS[host.element_size()]).numpy()
+        self._pending.clear()
+
+    def sync(self) -> None:
+        """Everything put so far is on disk when this returns."""
+        self.flush()
+        if isinstance(self._file, np.memmap):
+            self._file.flush()
+
+
+class HiddenSource:
+    """Reads the baseline's hidden states and turns them into the baseline's logits."""
+
+    def __init__(self, folder: Path, layout: hidden.Layout, head: torch.Tensor | None) -> None:
+        self.stride = layout.stride
+        self._dtype: torch.dtype = getattr(torch, layout.dtype)
+        self._file = hidden.open_rows(folder, layout, writable=False)
+        self._head = head  # None: the engine's own head is the baseline's
+
+    def logits(self, model: Any, places: Array, device: torch.device) -> torch.Tensor | None:
+        """The baseline's logits for rows `places`; None where this rank holds no logits."""
+        host = torch.from_numpy(np.ascontiguousarray(self._file[places])).view(self._dtype)
+        rows = _to_device(host, device)
+        if self._head is None:
+            logits: torch.Tensor | None = model.compute_logits(rows)
+            return logits
+        return _after_head(model, torch.nn.functional.linear(rows.to(self._head.dtype), self._head))
+
+
+def _after_head(model: Any, logits: torch.Tensor) -> torch.Tensor:
+    """What the model does to its logits after the head: soft cap and scale, the same for both models."""
+    processor = getattr(model, "logits_processor", None)
+    cap, scale = getattr(processor, "soft_cap", None), getattr(processor, "scale", 1.0)
+    if cap is not None:
+        logits = torch.tanh(logits / cap) * cap
+    return logits * scale if scale != 1.0 else logits
+
+
+def _to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def find_head(model: Any) -> torch.Tensor | None:
+    """The output head's weight as loaded on this rank; None when there is no such tensor."""
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == "lm_head" and isinstance(getattr(module, "weight", None), torch.Tensor):
+            return module.weight
+    return None
+
+
+def head_hash(model: Any) -> str:
+    """sha256 of the head's bytes on this rank; "" when the head is not a plain matrix."""
+    weight = find_head(model)
+    if weight is None or not weight.is_floating_point():
+        return ""
+    digest = hashlib.sha256(f"{weight.dtype} {tuple(weight.shape)}".encode())
+    digest.update(weight.detach().contiguous().cpu().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def load_head(folder: Path, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    """The head of a checkpoint in safetensors: lm_head.weight, or the embedding it is tied to; None when neither is there."""
+    from safetensors import safe_open
+
+    for ending in ("lm_head.weight", "embed_tokens.weight"):
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as tensors:
+                name = next((key for key in list(tensors.keys()) if key.endswith(ending)), None)
+                if name is not None:
+                    found: torch.Tensor = tensors.get_tensor(name).to(dtype).to(device)
+                    return found
+    return None
+
+
+def score_step(runner: Any, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> None:
+    """Score the rows of one engine step. hidden_states: (tokens of the step, hidden)."""
+    sink: HiddenSink | None = getattr(runner, "evalq_sink", None)
+    source: HiddenSource | None = getattr(runner, "evalq_source", None)
+    stride = sink.stride if sink is not None else source.stride if source is not None else 0
+    step = select_rows(runner, num_scheduled_tokens, stride)
+    if step is None:
+        return
+    store: ScoreStore = runner.evalq_scores
+    row_index = _to_device(torch.from_numpy(step.rows), hidden_states.device)
+    if sink is not None and len(step.kept):
+        sink.put(
+            hidden_states.index_select(0, row_index[torch.from_numpy(step.kept).to(row_index.device)]), step.places
+        )
+    if score_rows(runner.model, hidden_states, row_index, step, store, source):
+        store.owners.append(step.owners)
+        store.positions.append(step.positions)
+
+
+def select_rows(runner: Any, num_scheduled_tokens: dict[str, int], stride: int = 0) -> Step | None:
+    """The scored rows of a step; None when it has none. stride: of the hidden-state store, 0 when there is none."""
+    rows: list[Array] = []
+    targets: list[Array] = []
+    owners: list[Array] = []
+    positions: list[Array] = []
+    kept: list[Array] = []
+    places: list[Array] = []
+    total = 0
+    starts = runner.query_start_loc.np
+    index_of = runner.input_batch.req_id_to_index
+    for request_id, scheduled in num_scheduled_tokens.items():
+        request = runner.requests[request_id]
+        asked = (getattr(request.sampling_params, "extra_args", None) or {}).get("evalq")
+        if asked is None or request.prompt_token_ids is None:
+            continue
+        owner, first, *place = asked  # positions first .. len(prompt) - 1 are scored
+        start = request.num_computed_tokens
+        prompt = request.prompt_token_ids
+        low, high = max(start, first - 1), min(start + scheduled, len(prompt) - 1)
+        if low >= high:
+            continue
+        offset = int(starts[index_of[request_id]]) - start
+        rows.append(np.arange(low + offset, high + offset))
+        targets.append(np.asarray(prompt[low + 1 : high + 1], dtype=np.int64))
+        owners.append(np.full(high - low, owner, dtype=np.int64))
+        positions.append(np.arange(low + 1, high + 1))
+        if stride and place:
+            from_first = low + 1 - first
+            numbers, stored = hidden.kept_rows(hidden.Kept(*place), stride, from_first, high + 1 - first)
+            kept.append(numbers - from_first + total)
+            places.append(stored)
+        total += high - low
+    if not rows:
+        return None
+    nothing = np.zeros(0, np.int64)
+    return Step(
+        np.concatenate(rows),
+        np.concatenate(targets),
+        np.concatenate(owners),
+        np.concatenate(positions),
+        np.concatenate(kept) if kept else nothing,
+        np.concatenate(places) if places else nothing,
+    )
+
+
+def score_rows(
+    model: Any,
+    hidden_states: torch.Tensor,
+    row_index: torch.Tensor,
+    step: Step,
+    store: ScoreStore,
+    source: HiddenSource | None = None,
+) -> bool:
+    """Numbers of all rows of a step, in blocks; False where this rank holds no logits.
+
+    Every rank computes every block, because the head may be split over them.
+    """
+    device = hidden_states.device
+    targets = _to_device(torch.from_numpy(step.targets), device)
+    block, done, holds_logits = 64, 0, False
+    while done < len(row_index):
+        stop = min(done + block, len(row_index))
+        logits = model.compute_logits(hidden_states.index_select(0, row_index[done:stop]))
+        found = _compare_block(model, logits, step, done, stop, source, device) if source is not None else None
+        if logits is not None:
+            holds_logits = True
+            block = reductions.rows_per_block(logits.shape[-1], device, logits.element_size())
+            _keep_block(logits, targets[done:stop], store)
+            if found is not None:
+                store.divergences.append(found)
+        done = stop
+    return holds_logits
+
+
+def _compare_block(
+    model: Any,
+    logits: torch.Tensor | None,
+    step: Step,
+    done: int,
+    stop: int,
+    source: HiddenSource,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """(4, rows) divergences of one block, NaN for rows that the store does not hold; None on a rank without logits."""
+    low, high = np.searchsorted(step.kept, [done, stop])
+    result = None if logits is None else torch.full((4, stop - done), torch.nan, device=device)
+    if low == high:
+        return result
+    base = source.logits(model, step.places[low:high], device)
+    if logits is None or base is None or result is None:
+        return result
+    inside = step.kept[low:high] - done
+    whole = len(inside) == stop - done
+    index = None if whole else _to_device(torch.from_numpy(inside), device)
+    own = logits if index is None else logits.index_select(0, index)
+    found = reductions.compare_rows(base[:, : own.shape[1]], own)
+    values = torch.stack([found.forward, found.reverse, found.base_entropy, found.own_entropy])
+    if index is None:
+        return values
+    return result.index_copy_(1, index, values)
+
+
+def _keep_block(logits: torch.Tensor, targets: torch.Tensor, store: ScoreStore) -> None:
+    """logits: (rows, vocabulary)."""
+    rows = reductions.score_rows(logits, targets)
+    store.logprobs.append(rows.logprobs)
+    store.top1_ids.append(rows.top1_ids)
+    store.top1_logprobs.append(rows.top1_logprobs)
+    if store.topk:
+        values = logits.float()
+        top = torch.topk(values, store.topk, dim=-1)
+        store.topk_ids.append(top.indices)
+        store.topk_logprobs.append(top.values - torch.logsumexp(values, dim=-1)[:, None])

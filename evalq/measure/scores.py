@@ -1,0 +1,168 @@
+"""Scores of sequences as arrays: what is asked for, what comes back, and sorting rows that arrive in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evalq.measure.hidden import Layout
+from evalq.measure.saved import SavedScores
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """Token ids of one sequence; positions first .. len(ids) - 1 are scored (first >= 1)."""
+
+    ids: list[int]
+    first: int
+
+
+@dataclass(frozen=True)
+class ScoreResult:
+    """Scores of one request, in order of position: (scored tokens,) arrays; top-k arrays are (scored tokens, k)."""
+
+    logprobs: np.ndarray  # float32, nats
+    top1_ids: np.ndarray  # int32
+    top1_logprobs: np.ndarray  # float32
+    topk_ids: np.ndarray | None = None
+    topk_logprobs: np.ndarray | None = None
+    divergence: Divergences | None = None
+
+
+@dataclass(frozen=True)
+class Divergences:
+    """Exact divergence from the baseline, (scored tokens,) float32 nats; NaN where the baseline's state was not kept."""
+
+    kld: np.ndarray  # KL(baseline || this model)
+    reverse_kld: np.ndarray
+    base_entropy: np.ndarray
+    entropy: np.ndarray
+
+
+@dataclass(frozen=True)
+class HiddenUse:
+    """What the scorer does with hidden states: keep them in `folder`, or compare with those kept there."""
+
+    folder: Path
+    layout: Layout
+    compare: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one scoring call carries beside its requests; keys are empty when neither hidden nor saved is given."""
+
+    topk: int
+    keys: list[str]
+    hidden: HiddenUse | None
+    saved: SavedScores | None
+
+    def place(self, index: int) -> list[int]:
+        """Where the hidden states of request `index` lie in the store, for the scorer; empty when there is no store."""
+        if self.hidden is None:
+            return []
+        kept = self.hidden.layout.sequences.get(self.keys[index])
+        return [kept.offset, kept.count, kept.phase] if kept is not None and kept.count else []
+
+
+class Rows:
+    """Scored rows as they come, in any order, until their requests are complete."""
+
+    def __init__(self) -> None:
+        self._parts: list[dict[str, np.ndarray]] = []
+
+    def add(self, arrays: dict[str, np.ndarray]) -> None:
+        if arrays:
+            self._parts.append(arrays)
+
+    def split(self, requests: Sequence[ScoreRequest], wanted: Sequence[int]) -> dict[int, ScoreResult | None]:
+        """Results of the wanted requests by number; None where rows are missing."""
+        if not self._parts or not wanted:
+            return dict.fromkeys(wanted)
+        if len(self._parts) > 1:
+            self._parts = [{name: np.concatenate([part[name] for part in self._parts]) for name in self._parts[0]}]
+        return split_scores(self._parts[0], requests, wanted)
+
+
+def split_scores(
+    arrays: dict[str, np.ndarray], requests: Sequence[ScoreRequest], wanted: Sequence[int]
+) -> dict[int, ScoreResult | None]:
+    """Sort rows into requests; None where a request lacks rows."""
+    order = np.lexsort((arrays["position"], arrays["owner"]))
+    arrays = {name: values[order] for name, values in arrays.items()}
+    starts = np.searchsorted(arrays["owner"], wanted, side="left").tolist()
+    stops = np.searchsorted(arrays["owner"], wanted, side="right").tolist()
+    positions = arrays["position"]
+    results: dict[int, ScoreResult | None] = {}
+    for number, start, stop in zip(wanted, starts, stops, strict=True):
+        first, last = requests[number].first, len(requests[number].ids)
+        if stop - start == last - first and _runs(positions, start, stop, first, last):
+            results[number] = from_arrays({name: values[start:stop] for name, values in arrays.items()})
+            continue
+        # A preempted request is computed twice: keep the last row of each position.
+        mine = positions[start:stop]
+        rows = np.arange(start, stop)[np.append(mine[1:] != mine[:-1], True)] if stop > start else np.zeros(0, int)
+        complete = np.array_equal(positions[rows], np.arange(first, last))
+        results[number] = from_arrays({name: values[rows] for name, values in arrays.items()}) if complete else None
+    return results
+
+
+def _runs(positions: np.ndarray, start: int, stop: int, first: int, last: int) -> bool:
+    """Whether sorted positions[start:stop] are first .. last - 1, each once."""
+    if stop == start:
+        return True
+    if positions[start] != first or positions[stop - 1] != last - 1:
+        return False
+    return stop - start < 3 or bool((np.diff(positions[start:stop]) == 1).all())
+
+
+_DIVERGENCE = ("kld", "reverse_kld", "base_entropy", "entropy")
+
+
+def from_arrays(rows: dict[str, np.ndarray] | None) -> ScoreResult | None:
+    if rows is None:
+        return None
+    divergence = Divergences(*(rows[name] for name in _DIVERGENCE)) if "kld" in rows else None
+    return ScoreResult(
+        rows["logprob"],
+        rows["top1_id"],
+        rows["top1_logprob"],
+        rows.get("topk_id"),
+        rows.get("topk_logprob"),
+        divergence,
+    )
+
+
+def to_arrays(result: ScoreResult) -> dict[str, np.ndarray]:
+    rows = {"logprob": result.logprobs, "top1_id": result.top1_ids, "top1_logprob": result.top1_logprobs}
+    if result.topk_ids is not None and result.topk_logprobs is not None:
+        rows |= {"topk_id": result.topk_ids, "topk_logprob": result.topk_logprobs}
+    if result.divergence is not None:
+        rows |= {name: getattr(result.divergence, name) for name in _DIVERGENCE}
+    return rows
+
+
+def read_prompt_logprobs(entries: Any, request: ScoreRequest, topk: int) -> ScoreResult:
+    """The engine's public per-token objects as arrays."""
+    logprobs, top_ids, top_logprobs = [], [], []
+    for position in range(request.first, len(request.ids)):
+        entry = entries[position]
+        logprobs.append(entry[request.ids[position]].logprob)
+        ranked = sorted(entry.items(), key=lambda pair: pair[1].rank)[: max(1, topk)]
+        top_ids.append([token for token, _ in ranked])
+        top_logprobs.append([value.logprob for _, value in ranked])
+    ids = np.asarray(top_ids, dtype=np.int32).reshape(len(logprobs), max(1, topk))
+    values = np.asarray(top_logprobs, dtype=np.float32).reshape(len(logprobs), max(1, topk))
+    return ScoreResult(
+        np.asarray(logprobs, dtype=np.float32),
+        ids[:, 0],
+        values[:, 0],
+        ids if topk else None,
+        values if topk else None,
+    )

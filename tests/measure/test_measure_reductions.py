@@ -1,0 +1,78 @@
+"""Row reductions in torch and in the Triton kernel (interpreted, where there is no GPU), against float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from evalq.measure import reductions  # noqa: E402 - after the skip
+
+KERNELS_ON_CPU = """
+import torch
+from evalq.measure import kernels
+torch.manual_seed(0)
+for words, dtype in ((37, torch.float32), (4096, torch.bfloat16), (9001, torch.bfloat16)):
+    a = (torch.randn(3, words + 5) * 4).to(dtype)[:, :words]  # rows with a stride, as padded vocabularies have
+    b = (a.float() + 0.1 * torch.randn(3, words)).to(dtype)
+    p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
+    targets = torch.randint(0, words, (3,))
+    logprob, top, top_logprob = kernels.score(a, targets)
+    assert torch.equal(top, a.argmax(-1)), (top, a.argmax(-1))
+    torch.testing.assert_close(logprob.double(), p.gather(1, targets[:, None])[:, 0], atol=2e-6, rtol=0)
+    torch.testing.assert_close(top_logprob.double(), p.max(-1).values, atol=2e-6, rtol=0)
+    wanted = ((p.exp() * (p - q)).sum(-1), (q.exp() * (q - p)).sum(-1), -(p.exp() * p).sum(-1), -(q.exp() * q).sum(-1))
+    for found, exact in zip(kernels.compare(a, b), wanted):
+        torch.testing.assert_close(found.double(), exact, atol=3e-6, rtol=0)
+print("equal")
+"""
+
+
+def test_kernels_equal_float64() -> None:
+    pytest.importorskip("triton")
+    answer = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", KERNELS_ON_CPU],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.stdout.strip() == "equal", answer.stderr[-2000:]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 300), st.floats(0.0, 5.0), st.integers(0, 2**31))
+def test_divergence_equals_float64_and_is_never_negative(words: int, apart: float, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    a = torch.randn(4, words, generator=draw) * 6
+    b = a + apart * torch.randn(4, words, generator=draw)
+    found = reductions.compare_rows(a, b)
+    p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
+    torch.testing.assert_close(found.forward.double(), (p.exp() * (p - q)).sum(-1), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(found.reverse.double(), (q.exp() * (q - p)).sum(-1), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(found.base_entropy.double(), -(p.exp() * p).sum(-1), atol=2e-5, rtol=1e-5)
+    assert (found.forward >= 0).all()
+    assert (found.reverse >= 0).all()
+
+
+def test_divergence_by_hand() -> None:
+    """Two words: p = (1/2, 1/2), q = (1/4, 3/4). KL(p||q) = ln 2 / 2 + ln(2/3) / 2 = 0.143841; KL(q||p) = 0.130812."""
+    a = torch.log(torch.tensor([[0.5, 0.5]]))
+    b = torch.log(torch.tensor([[0.25, 0.75]])) + 7.0  # a shift of all logits changes nothing
+    found = reductions.compare_rows(a, b)
+    assert float(found.forward) == pytest.approx(0.143841, abs=1e-6)
+    assert float(found.reverse) == pytest.approx(0.130812, abs=1e-6)
+    assert float(found.base_entropy) == pytest.approx(0.693147, abs=1e-6)
+    assert float(found.own_entropy) == pytest.approx(0.562335, abs=1e-6)
+
+
+def test_memory_of_a_block_is_bounded() -> None:
+    cpu = torch.device("cpu")
+    assert reductions.rows_per_block(128_256, cpu, 2) * 4 * 128_256 <= reductions.BLOCK_BYTES
+    assert reductions.rows_per_block(10**9, cpu, 2) == 16
