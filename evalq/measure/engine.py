@@ -210,7 +210,7 @@ class Engine:
         finished: list[int] = []
 
         def take() -> None:
-            rows.add(self._take_scores(call.topk))
+            rows.add(self._take_scores(call.topk, durable=True))
             if call.saved is not None:
                 done = {i: result for i, result in rows.split(requests, finished).items() if result is not None}
                 call.saved.keep({call.keys[i]: to_arrays(result) for i, result in done.items()})
@@ -222,8 +222,8 @@ class Engine:
         found = rows.split(requests, range(len(requests)))
         return [found[i] for i in range(len(requests))]
 
-    def _take_scores(self, topk_next: int) -> dict[str, np.ndarray]:
-        answers = [a for a in self._llm.collective_rpc("evalq_take_scores", args=(topk_next,)) if a]
+    def _take_scores(self, topk_next: int, durable: bool = False) -> dict[str, np.ndarray]:
+        answers = [a for a in self._llm.collective_rpc("evalq_take_scores", args=(topk_next, durable)) if a]
         return answers[0] if answers else {}
 
     def keep_hidden(self, use: HiddenUse) -> list[str]:

@@ -85,12 +85,15 @@ class EngineProbe:
         setattr(runner, HOOKED, hook)
         return ""
 
-    def evalq_take_scores(self, topk_next: int = 0) -> dict[str, Any]:
-        """Arrays of all rows scored since the last call (empty on ranks that do not hold logits), then start anew."""
+    def evalq_take_scores(self, topk_next: int = 0, durable: bool = False) -> dict[str, Any]:
+        """Arrays of all rows scored since the last call (empty on ranks that do not hold logits), then start anew.
+
+        durable: hidden states kept so far are on disk when this returns.
+        """
         runner = self.model_runner
         store: ScoreStore = runner.evalq_scores
         runner.evalq_scores = ScoreStore(topk=topk_next)
-        if getattr(runner, "evalq_sink", None) is not None:
+        if durable and getattr(runner, "evalq_sink", None) is not None:
             runner.evalq_sink.sync()
         return store.arrays()
 

@@ -37,7 +37,8 @@ class Divergence:
 def rows_per_block(vocabulary: int, device: torch.device, element_bytes: int) -> int:
     """How many rows of logits are computed at once, so that their memory stays bounded."""
     if uses_kernel(device):
-        return max(16, KERNEL_BLOCK_BYTES // (element_bytes * vocabulary))
+        rows = KERNEL_BLOCK_BYTES // (element_bytes * vocabulary)
+        return max(16, rows // 256 * 256 or rows)  # whole tiles of the matrix product
     return max(16, BLOCK_BYTES // (4 * vocabulary))
 
 

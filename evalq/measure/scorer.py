@@ -105,7 +105,7 @@ class HiddenSink:
         self._pending.clear()
 
     def sync(self) -> None:
-        """Everything put so far is on disk when this returns."""
+        """Everything put so far is on disk when this returns: it survives a power cut."""
         self.flush()
         if isinstance(self._file, np.memmap):
             self._file.flush()
@@ -119,15 +119,39 @@ class HiddenSource:
         self._dtype: torch.dtype = getattr(torch, layout.dtype)
         self._file = hidden.open_rows(folder, layout, writable=False)
         self._head = head  # None: the engine's own head is the baseline's
+        self._buffers: list[tuple[torch.Tensor, Any]] = []  # pinned host memory and the event after its last copy
+        self._next = 0
 
     def logits(self, model: Any, places: Array, device: torch.device) -> torch.Tensor | None:
         """The baseline's logits for rows `places`; None where this rank holds no logits."""
-        host = torch.from_numpy(np.ascontiguousarray(self._file[places])).view(self._dtype)
-        rows = _to_device(host, device)
+        rows = self._rows(places, device)
         if self._head is None:
             logits: torch.Tensor | None = model.compute_logits(rows)
             return logits
         return _after_head(model, torch.nn.functional.linear(rows.to(self._head.dtype), self._head))
+
+    def _rows(self, places: Array, device: torch.device) -> torch.Tensor:
+        """Stored rows on the device; through pinned buffers used in turn, so that copies run beside the computation."""
+        if device.type != "cuda":
+            return torch.from_numpy(np.ascontiguousarray(self._file[places])).view(self._dtype)
+        host, event = self._buffer(len(places))
+        event.synchronize()
+        words = host.view(WORDS[host.element_size()]).numpy()
+        done = 0
+        for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
+            words[done : done + len(run)] = self._file[run[0] : run[0] + len(run)]
+            done += len(run)
+        rows = host[:done].to(device, non_blocking=True)
+        event.record()
+        return rows
+
+    def _buffer(self, rows: int) -> tuple[torch.Tensor, Any]:
+        if not self._buffers or self._buffers[0][0].shape[0] < rows:
+            shape = (max(rows, 1024), self._file.shape[1])
+            pinned = [torch.empty(shape, dtype=self._dtype, pin_memory=True) for _ in range(3)]
+            self._buffers = [(one, torch.cuda.Event()) for one in pinned]
+        self._next = (self._next + 1) % len(self._buffers)
+        return self._buffers[self._next]
 
 
 def _after_head(model: Any, logits: torch.Tensor) -> torch.Tensor:
@@ -154,13 +178,29 @@ def find_head(model: Any) -> torch.Tensor | None:
 
 
 def head_hash(model: Any) -> str:
-    """sha256 of the head's bytes on this rank; "" when the head is not a plain matrix."""
+    """Fingerprint of the head's bits on this rank; "" when the head is not a plain matrix.
+
+    Each row becomes one 64-bit sum of its bits times fixed odd numbers, on the device, and sha256 runs over those: a gigabyte is
+    neither copied nor hashed. Enough to tell heads apart, not meant to resist an attacker.
+    """
     weight = find_head(model)
-    if weight is None or not weight.is_floating_point():
+    if weight is None or not weight.is_floating_point() or weight.element_size() not in (2, 4):
         return ""
+    bits = weight.detach().view(torch.int16 if weight.element_size() == 2 else torch.int32)
+    factors = _odd_numbers(bits.shape[1]).to(bits.device)
+    block = max(1, (64 << 20) // (8 * bits.shape[1]))
+    sums = [(part.to(torch.int64) * factors).sum(dim=1) for part in bits.split(block)]
     digest = hashlib.sha256(f"{weight.dtype} {tuple(weight.shape)}".encode())
-    digest.update(weight.detach().contiguous().cpu().view(torch.uint8).numpy())
+    digest.update(torch.cat(sums).cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _odd_numbers(count: int) -> torch.Tensor:
+    """Fixed odd 64-bit numbers without pattern (splitmix64, Steele et al. 2014)."""
+    state = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return torch.from_numpy(((state ^ (state >> np.uint64(31))) | np.uint64(1)).view(np.int64))
 
 
 def load_head(folder: Path, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lm_eval
+import lm_eval.utils
 import numpy as np
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -363,6 +364,13 @@ def _data_error(name: str, error: Exception, from_hub: bool) -> EvalqError:
     return MeasurementError(f"the data for task {name} does not fit the task ({first[:200]}); check the file", "data")
 
 
+def _compile_templates_once() -> None:
+    """lm-eval compiles a task's Jinja templates anew for every item, which is most of its work around the scoring."""
+    environment = getattr(lm_eval.utils, "env", None)
+    if environment is not None and not hasattr(environment.from_string, "cache_info"):
+        environment.from_string = functools.lru_cache(maxsize=256)(environment.from_string)
+
+
 def run_tasks(lm: EngineLM, tasks: dict[str, Any], limit: int | None) -> tuple[dict[str, Any], float]:
     """lm-eval's own evaluation of `tasks`; returns its results and the wall seconds.
 
@@ -370,6 +378,7 @@ def run_tasks(lm: EngineLM, tasks: dict[str, Any], limit: int | None) -> tuple[d
     """
     from lm_eval.evaluator import evaluate
 
+    _compile_templates_once()
     began = time.monotonic()
     for task in tasks.values():
         if task.get_config("num_fewshot") is None:

@@ -306,8 +306,8 @@ class Silent:
 
 def lm_evals_own(engine: Any, config: Any) -> Any:
     """lm-eval's own vLLM model class on our engine. It asks for the version of a distribution vllm, which a CPU build is not."""
-    real = importlib.metadata.version
-    importlib.metadata.version = lambda name: engine_version() if name == "vllm" else real(name)
+    real, installed = importlib.metadata.version, engine_version()
+    importlib.metadata.version = lambda name: installed if name == "vllm" else real(name)
     from lm_eval.api.model import LM
     from lm_eval.models.vllm_causallms import VLLM
 
