@@ -109,6 +109,7 @@ def test_divergence_through_the_store_equals_full_logits(tmp_path: Path, room_ro
     keeping = runner_of(base, ids, place)
     keeping.evalq_sink = HiddenSink(tmp_path, layout)
     step(keeping, base_states, [4, 9, 4])
+    keeping.evalq_sink.sync()
     hidden.write_layout(tmp_path, layout, [head_hash(base)])
 
     found_layout, heads = hidden.read_layout(tmp_path)
