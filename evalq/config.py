@@ -25,7 +25,10 @@ KV_DTYPES = (
     "fp8_ds_mla",
     "int8_per_token_head",
     "fp8_per_token_head",
+    "int4_per_token_head",
+    "nvfp4",
 )
+KV_SCALE_SOURCES = ("none", "default 1.0", "checkpoint", "computed", "dynamic")
 WEIGHT_BITS = (2, 3, 4, 8)
 STRATEGIES = ("tensor", "channel", "group", "token", "block")
 METHODS = ("rtn", "gptq", "awq", "smoothquant", "autoround")
@@ -170,6 +173,37 @@ class TasksConfig:
 
 
 @dataclass
+class KvConfig:
+    """The KV cache judged where it is read. All but `selfcheck` is off by default: it costs time in every cell."""
+
+    name: str = "off"
+    selfcheck: str = "auto"  # auto (schemes with a quantised KV cache, once per engine) | always (asked anew)
+    decode: bool = False  # teacher-forced score of tokens computed few per step
+    decode_documents: int = 24
+    decode_segments: int = 3  # stretches per document, spread over its window
+    decode_tokens: int = 32  # per stretch
+    decode_step_tokens: int = 1  # tokens of a document per engine step
+    long: bool = False  # perplexity and divergence by position, up to long_tokens
+    long_tokens: int | None = None  # null = the engine's length
+    long_documents: int = 4
+    needle: bool = False  # retrieval of a hidden number: depth x length
+    needle_lengths: list[int] = field(default_factory=lambda: [512, 1024, 2000])  # tokens
+    needle_depths: list[int] = field(default_factory=lambda: [0, 25, 50, 75, 100])  # percent
+    needle_repeats: int = 4  # per cell of the grid
+    generation: bool = False  # greedy continuations
+    generation_prompts: int = 24
+    generation_prompt_tokens: int = 64
+    generation_tokens: int = 64
+    topk: int = 16  # log-probabilities kept per token, for divergence
+    seed: int = 0
+
+    @property
+    def measures(self) -> bool:
+        """Whether anything is measured that both sides of a comparison need."""
+        return self.decode or self.long or self.needle or self.generation
+
+
+@dataclass
 class LoadConfig:
     """A first throughput figure: fixed lengths, warm-up outside the window."""
 
@@ -299,6 +333,7 @@ class RunConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
+    kv: KvConfig = field(default_factory=KvConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
@@ -318,6 +353,7 @@ GROUPS: dict[str, type] = {
     "engine": EngineConfig,
     "data": DataConfig,
     "tasks": TasksConfig,
+    "kv": KvConfig,
     "load": LoadConfig,
     "calibration": CalibrationConfig,
     "search": SearchConfig,
@@ -370,6 +406,8 @@ def measured_part(config: RunConfig) -> dict[str, Any]:
     if not config.tasks.perplexity_from:
         data["tasks"].pop("perplexity_from")
     data["tasks"].pop("keep_texts")  # decides what people can read afterwards, nothing that is measured
+    if not config.kv.measures and config.kv.selfcheck == "auto":
+        data.pop("kv")  # switched off it is as if it were not there: older records stay what they are
     return data
 
 
@@ -389,6 +427,7 @@ def check(config: RunConfig) -> None:
         *_check_calibration(config.calibration),
         *_check_search(config.search),
         *_check_executor(config.executor),
+        *_check_kv(config.kv),
         *check_gate(config.gate),
     ]
     if problems:
@@ -419,7 +458,16 @@ def _check_quant(quant: QuantConfig) -> list[str]:
             f"quant.kv_cache_dtype={quant.kv_cache_dtype!r} is not explicit enough or unknown: "
             f"{nearest(quant.kv_cache_dtype, KV_DTYPES)}"
         )
-    if quant.origin == "evalq" and not quant.groups:
+    if quant.kv_scale_source not in KV_SCALE_SOURCES:
+        problems.append(
+            f"quant.kv_scale_source={quant.kv_scale_source!r}: {nearest(quant.kv_scale_source, KV_SCALE_SOURCES)}"
+        )
+    if quant.kv_scale_source == "computed" and (quant.origin != "evalq" or quant.kv_cache_dtype != "fp8_e4m3"):
+        problems.append(
+            f"quant {quant.name} has computed KV scales, which evalq writes into a checkpoint of its own for E4M3; "
+            "use origin=evalq and kv_cache_dtype=fp8_e4m3"
+        )
+    if quant.origin == "evalq" and not quant.groups and quant.kv_scale_source != "computed":
         problems.append(f"quant {quant.name} is made by evalq and has no groups; say which layers get what")
     if quant.origin == "engine" and not quant.engine_quantization:
         problems.append(f"quant {quant.name} is made by the engine and has no engine_quantization, e.g. fp8")
@@ -576,6 +624,34 @@ def _check_executor(executor: ExecutorConfig) -> list[str]:
         )
     if executor.retries < 0:
         problems.append(f"executor.retries={executor.retries} must be 0 or more")
+    return problems
+
+
+def _check_kv(kv: KvConfig) -> list[str]:
+    problems = []
+    if kv.selfcheck not in ("auto", "always"):
+        problems.append(f"kv.selfcheck={kv.selfcheck!r}: {nearest(kv.selfcheck, ('auto', 'always'))}")
+    counts: tuple[str, ...] = (
+        "decode_documents",
+        "decode_segments",
+        "decode_tokens",
+        "decode_step_tokens",
+        "long_documents",
+        "long_tokens",
+    )
+    counts += ("needle_repeats", "generation_prompts", "generation_prompt_tokens", "generation_tokens")
+    for name in counts:
+        value = getattr(kv, name)
+        if value is not None and value < 1:
+            problems.append(f"kv.{name}={value} must be 1 or more")
+    if not 0 <= kv.topk <= 1000:
+        problems.append(f"kv.topk={kv.topk} must be between 0 and 1000")
+    if any(length < 128 for length in kv.needle_lengths):
+        problems.append(
+            f"kv.needle_lengths={list(kv.needle_lengths)} must be 128 tokens or more, room for needle and question"
+        )
+    if any(not 0 <= depth <= 100 for depth in kv.needle_depths):
+        problems.append(f"kv.needle_depths={list(kv.needle_depths)} must lie between 0 and 100 percent")
     return problems
 
 

@@ -24,6 +24,7 @@ from evalq.config import GateConfig, QuantConfig, RunConfig, config_hash, needs_
 from evalq.errors import ConfigError, EvalqError, InfeasibleError, MeasurementError, MissingExtraError, RecordError
 from evalq.facts.gpus import detect, gpu_facts
 from evalq.judge.seal import seal, seal_key, why_unsealed
+from evalq.kvrecord import NEEDLE_ANSWER_TOKENS, is_quantised_kv
 from evalq.measure import data
 from evalq.measure.cells import CellLock, find_baseline, find_hinted, keep_record
 from evalq.measure.device import check_device_clean
@@ -106,6 +107,7 @@ def prepare(config: RunConfig, elsewhere: bool = False) -> Prepared:
 
     Errors: ConfigError, InfeasibleError.
     """
+    from evalq.facts.kv_dtypes import require_offered
     from evalq.facts.models import facts_of
     from evalq.judge.complete import required_tasks
     from evalq.judge.policy import checked_policy
@@ -125,6 +127,7 @@ def prepare(config: RunConfig, elsewhere: bool = False) -> Prepared:
             "switch them on, or name in gate.required_tasks=[...] what is to be judged"
         )
     here = detect()
+    warnings += _kv_advice(config)
     name = here if config.gpu.name == "auto" else config.gpu.name
     resolved = dataclasses.replace(config, gpu=dataclasses.replace(config.gpu, name=name))
     resolved = with_needs(resolved, facts_of(config.model), gpu_facts(name))
@@ -133,6 +136,7 @@ def prepare(config: RunConfig, elsewhere: bool = False) -> Prepared:
             f"gpu={name} was asked for and this machine has {here}; run it there, or plan it with: "
             f"evalq plan +model={config.model.name} +quant={config.quant.name} +gpu={name}"
         )
+    require_offered(config.quant.kv_cache_dtype, config.model.dtype, name == "cpu")
     return Prepared(
         resolved,
         places_of(config),
@@ -144,6 +148,15 @@ def prepare(config: RunConfig, elsewhere: bool = False) -> Prepared:
     )
 
 
+def _kv_advice(config: RunConfig) -> list[str]:
+    if not is_quantised_kv(config.quant.kv_cache_dtype) or config.kv.decode or not config.tasks.perplexity:
+        return []
+    return [
+        f"scheme {config.quant.name} quantises the KV cache and is judged by prefill scores alone; "
+        "add kv=decode to score the decode path too"
+    ]
+
+
 def _check_lengths(config: RunConfig) -> None:
     """Every sequence of the run must fit the engine, before the first of them is scored. Errors: ConfigError."""
     from evalq.measure.engine import MARGIN_TOKENS
@@ -152,6 +165,7 @@ def _check_lengths(config: RunConfig) -> None:
     wanted = {
         "tasks.perplexity_window": tasks.perplexity_window + 1,  # the engine generates one token after what it scores
         "tasks.choice_window": tasks.choice_window + 1,
+        **_kv_lengths(config),
         "load.input_tokens + load.output_tokens": load.input_tokens + load.output_tokens if load.enabled else 0,
     }
     length = config.engine.max_model_len or max(tasks.perplexity_window, tasks.choice_window) + MARGIN_TOKENS
@@ -162,6 +176,21 @@ def _check_lengths(config: RunConfig) -> None:
     ]
     if problems:
         raise ConfigError(*problems)
+
+
+def _kv_lengths(config: RunConfig) -> dict[str, int]:
+    """Tokens that the KV measurements need, with what they generate; a window that follows the engine's needs none."""
+    kv = config.kv
+    wanted = {}
+    if kv.long and kv.long_tokens:
+        wanted["kv.long_tokens"] = kv.long_tokens + 1
+    if kv.needle:
+        wanted["kv.needle_lengths"] = max(kv.needle_lengths, default=0) + NEEDLE_ANSWER_TOKENS
+    if kv.generation:
+        wanted["kv.generation_prompt_tokens + kv.generation_tokens"] = (
+            kv.generation_prompt_tokens + kv.generation_tokens
+        )
+    return wanted
 
 
 def baseline_scheme(config: RunConfig) -> QuantConfig:
@@ -241,12 +270,17 @@ def cell_checkpoint(cell: Prepared, source: Path, watcher: Watcher) -> Path:
         from evalq.quantize.shapes import shape_checkpoint
 
         return shape_checkpoint(cell.config.model, cell.config.quant, cell.places.checkpoints)
-    from evalq.quantize import make_checkpoint
+    from evalq.quantize import add_kv_scales, has_computed_scales, make_checkpoint
 
-    watcher.stage("checkpoint", f"making the {cell.config.quant.name} checkpoint")
-    if needs_calibration(cell.config.quant):
-        return calibrated_checkpoint(cell.config, source, cell.places, watcher.progress)
-    return make_checkpoint(source, cell.config.quant, cell.places.checkpoints, watcher.progress)
+    quant = cell.config.quant
+    watcher.stage("checkpoint", f"making the {quant.name} checkpoint")
+    if needs_calibration(quant):
+        made = calibrated_checkpoint(cell.config, source, cell.places, watcher.progress)
+    else:
+        made = make_checkpoint(source, quant, cell.places.checkpoints, watcher.progress) if quant.groups else source
+    if has_computed_scales(quant):
+        return add_kv_scales(made, source, cell.places.checkpoints, watcher.progress)
+    return made
 
 
 def checked_calibration(config: RunConfig, source: Path) -> CalibrationText:
@@ -384,6 +418,7 @@ def _measure_anew(
         hidden_folder=str(hidden or ""),
         baseline_key=baseline_key(cell, known.identity),
         baseline_checkpoint=str(known.source),
+        store_dir=str(cell.places.records),
     )
     with _devices(cell, watcher) as gpus:
         if not cell.is_cpu:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from evalq.errors import RecordError
+from evalq.kvrecord import KvReport, generation_schema, kv_token_schema, needle_schema
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -36,7 +37,7 @@ RECORD_FILE = "record.json"
 VERDICT_FILE = "verdict.json"
 ESTIMATES_FILE = "estimates.json"  # every paired estimate against the baseline (evalq.judge.estimates)
 SEAL_FILE = "record.seal"  # an HMAC over record.json, where the measuring machine holds a key (evalq.judge.seal)
-TABLES = ("documents", "items", "tokens", "texts", "pieces")
+TABLES = ("documents", "items", "tokens", "texts", "pieces", "kv_tokens", "needles", "generations")
 
 Scalar = str | int | float | bool | None
 STATUSES = ("complete", "invalid", "failed")
@@ -111,6 +112,18 @@ class Ledger:
 
 
 @dataclass(frozen=True)
+class LayerKind:
+    """Layers alike in all that is listed; `name` has * for the layer's number."""
+
+    name: str
+    layers: int
+    kernel: str  # method, scheme and kernel classes that the engine chose
+    expected: str  # dtype and shape by the scheme, e.g. "int8 [576, 576], 8-bit activations"
+    found: str
+    note: str = ""  # what differs, in words; "weight-only fallback: ..." where the kernel drops the activations' bits
+
+
+@dataclass(frozen=True)
 class Applied:
     """Whether the scheme was really applied, from the engine's own state."""
 
@@ -122,6 +135,7 @@ class Applied:
     linear_methods: dict[str, int]  # class name of the layer's kernel -> number of layers
     parameter_dtypes: dict[str, int]  # dtype -> number of parameters tensors
     attention_backend: str
+    layers: list[LayerKind] = field(default_factory=list)  # every kind of layer: expected against found
 
 
 @dataclass(frozen=True)
@@ -183,6 +197,7 @@ class Record:
     calibration: Calibration | None = None  # None: the checkpoint was not calibrated by evalq
     checkpoint: CheckpointId | None = None  # None in older records and for random weights
     divergence_from: str = ""  # reuse_key of the baseline that the exact columns of tokens.parquet compare with
+    kv: KvReport | None = None  # what was found out about the KV cache; None in records of baselines and older ones
 
 
 @dataclass(frozen=True)
@@ -504,6 +519,9 @@ SCHEMAS = {
     "tokens": token_schema,
     "texts": text_schema,
     "pieces": piece_schema,
+    "kv_tokens": kv_token_schema,
+    "needles": needle_schema,
+    "generations": generation_schema,
 }
 
 

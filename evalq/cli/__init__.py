@@ -16,6 +16,7 @@ from evalq.errors import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_MEASUREMENT, EvalqE
 VERBS: dict[str, tuple[str, str]] = {
     "run": ("evalq.cli.run", "measure and judge (the same as giving no verb)"),
     "plan": ("evalq.cli.plan", "memory, feasibility and what the gate will see, with no engine"),
+    "selfcheck": ("evalq.cli.selfcheck", "whether scores on this engine read the quantised KV cache"),
     "quantize": ("evalq.cli.quantize", "make a checkpoint and nothing else"),
     "search": ("evalq.cli.search", "the smallest checkpoint that the gate passes"),
     "gate": ("evalq.cli.gate", "judge a candidate record against a baseline record"),

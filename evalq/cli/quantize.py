@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evalq.errors import EXIT_PASS
+from evalq.errors import EXIT_PASS, ConfigError
 
 if TYPE_CHECKING:
     from evalq.config import RunConfig
@@ -70,6 +70,8 @@ def make(config: RunConfig, out: Path | None, progress: Progress | None) -> Path
     from evalq.quantize import make_checkpoint, make_checkpoint_at, source_checkpoint
     from evalq.quantize.scheme import check_scheme
 
+    if config.quant.kv_scale_source == "computed":
+        return _with_kv_scales(config, out, progress)
     check_scheme(config.quant)
     root = Path(config.paths.root)
     source = source_checkpoint(config.model, root / config.paths.models, progress)
@@ -78,6 +80,19 @@ def make(config: RunConfig, out: Path | None, progress: Progress | None) -> Path
     if out is not None:
         return make_checkpoint_at(source, config.quant, out.absolute(), progress)
     return make_checkpoint(source, config.quant, root / config.paths.checkpoints, progress)
+
+
+def _with_kv_scales(config: RunConfig, out: Path | None, progress: Progress | None) -> Path:
+    """A checkpoint with measured KV scales, over the weights as they are or as the scheme's groups make them."""
+    from evalq.quantize import add_kv_scales, make_checkpoint, source_checkpoint
+
+    if out is not None:
+        raise ConfigError(f"--out is not available with computed KV scales ({config.quant.name}); leave it out")
+    root = Path(config.paths.root)
+    checkpoints = root / config.paths.checkpoints
+    source = source_checkpoint(config.model, root / config.paths.models, progress)
+    made = make_checkpoint(source, config.quant, checkpoints, progress) if config.quant.groups else source
+    return add_kv_scales(made, source, checkpoints, progress)
 
 
 @contextmanager

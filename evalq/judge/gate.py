@@ -29,6 +29,7 @@ from evalq.judge.comparable import (
 )
 from evalq.judge.complete import missing_measurements, required_metrics, required_tasks
 from evalq.judge.conditions import condition_check
+from evalq.judge.kv import blindness, kv_checks, pool_problem, reads_elsewhere
 from evalq.judge.pairs import ItemPairs, Tables, document_pairs, item_pairs
 from evalq.judge.perplexity import is_warning, perplexity_check
 from evalq.judge.policy import Policy, checked_policy, flat_policy
@@ -71,6 +72,8 @@ def judge(
     excused = {*policy.allow, *allow} - set(NEVER_ALLOWED)
     case = _Case(baseline, candidate, rules, [d for d in found if d.field in excused])
     problems = [*unfinished(baseline, "baseline"), *unfinished(candidate, "candidate")]
+    if candidate.failure is None:
+        problems += [*pool_problem(baseline, candidate), *blindness(candidate)]
     if baseline.failure is None and candidate.failure is None:  # a cell that died has no whole fingerprint
         problems += [f"not comparable: {d}{_advice(d)}" for d in found if d.field not in excused]
     if problems:
@@ -126,8 +129,13 @@ def _judge_tables(case: _Case, first: Tables, second: Tables, floor: Estimate | 
     if duplicate:
         return case.invalid([duplicate])
     checks = [perplexity_check(documents, rules, floor), *_task_checks(case, first, second)]
+    sides = ((case.baseline, first.folder), (case.candidate, second.folder))
+    checks += kv_checks(*sides, documents, rules)
     checks += [condition_check(item, case.baseline, case.candidate) for item in rules.conditions]
-    return _conclude(case, checks, identical_values(case.baseline, case.candidate, documents))
+    suspicion = identical_values(case.baseline, case.candidate, documents)
+    if reads_elsewhere(case.candidate):  # equal prefill scores are then what is expected of the scheme
+        suspicion = None
+    return _conclude(case, checks, suspicion)
 
 
 def _unequal_counts(case: _Case) -> list[str]:

@@ -58,6 +58,7 @@ class Tables:
     record: Record
     documents: Columns | None
     items: Columns | None
+    folder: Path = Path()
 
     @classmethod
     def read(cls, record: Record, folder: Path) -> Tables:
@@ -67,6 +68,7 @@ class Tables:
             record,
             None if documents is None else {name: column(documents, name, "documents") for name in DOCUMENT_COLUMNS},
             None if items is None else {name: column(items, name, "items") for name in ITEM_COLUMNS},
+            folder,
         )
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
 from typing import Any
 
 from evalq.config import QuantConfig, QuantGroup, RunConfig
-from evalq.records import Applied, Ledger, Scalar
+from evalq.kvrecord import is_quantised_kv
+from evalq.measure.kv.scales import DYNAMIC, layers_of, problems_of, source_of
+from evalq.measure.layers import describe, kernel_of, kinds
+from evalq.records import Applied, LayerKind, Ledger, Scalar
 
 FUSED_PARTS = {
     "qkv_proj": ["q_proj", "k_proj", "v_proj"],
@@ -26,6 +30,8 @@ WEIGHT_NAMES = ("weight_packed", "weight", "qweight", "w13_weight", "w2_weight")
 def check_applied(config: RunConfig, settings: dict[str, Scalar], ranks: list[dict[str, Any]]) -> Applied:
     """Compare the scheme with what every rank of the engine holds. ranks: probe.EngineProbe.evalq_describe, parsed."""
     first = ranks[0]
+    layers = layer_kinds(config, first)
+    others = [kind for rank in ranks[1:] for kind in layer_kinds(config, rank)]
     kv_effective = str(settings.get("kv_cache_dtype"))
     scale_source = kv_scale_source(config.quant.kv_cache_dtype, first["kv_scales"])
     problems = _settings_problems(config, settings)
@@ -33,22 +39,39 @@ def check_applied(config: RunConfig, settings: dict[str, Scalar], ranks: list[di
         problems.extend(_kv_problems(config.quant, kv_effective, rank))
         problems.extend(_scale_problems(config.quant, kv_scale_source(config.quant.kv_cache_dtype, rank["kv_scales"])))
         problems.extend(_weight_problems(config, rank))
+    problems.extend(_layer_problems(config.quant, [*layers, *others]))
     return Applied(
         ok=not problems,
         problems=list(dict.fromkeys(problems)),
         kv_dtype_requested=config.quant.kv_cache_dtype,
         kv_dtype_effective=f"{kv_effective} ({', '.join(first['kv_cache']['dtypes']) or 'no tensors'})",
         kv_scale_source=scale_source,
-        linear_methods=dict(Counter(_kernel(layer) for layer in linear_layers(first))),
+        linear_methods=dict(Counter(kernel_of(layer) for layer in linear_layers(first))),
         parameter_dtypes={k: int(v) for k, v in Counter(row[1] for row in _loaded(first)).items()},
         attention_backend=", ".join(first["kv_scales"]["attention_backends"]),
+        layers=kinds(layers),
     )
 
 
+def with_layer_scales(
+    applied: Applied, quant: QuantConfig, answers: list[dict[str, Any]], stored: dict[int, dict[str, float]]
+) -> Applied:
+    """The same proof with the KV scales of every attention layer looked at: source and problems, layer by layer.
+
+    answers: probe.KvProbe.evalq_kv_layers, parsed, one per rank; stored: kv.scales.checkpoint_scales.
+    """
+    ranks = [layers_of(answer) for answer in answers]
+    problems = [*applied.problems, *(problem for layers in ranks for problem in problems_of(quant, layers, stored))]
+    source = source_of(quant, ranks[0], stored)
+    return dataclasses.replace(applied, ok=not problems, problems=list(dict.fromkeys(problems)), kv_scale_source=source)
+
+
 def kv_scale_source(kv_dtype: str, scales: dict[str, Any]) -> str:
-    """Where the K and V scales come from: "none" for 16 bit, "default 1.0", or "checkpoint"."""
-    if not kv_dtype.startswith(("fp8", "int8")):
+    """Where the K and V scales come from: "none" for 16 bit, "dynamic", "default 1.0", or "checkpoint"."""
+    if not is_quantised_kv(kv_dtype):
         return "none"
+    if kv_dtype.endswith(DYNAMIC):
+        return "dynamic"
     if not scales.get("layers"):
         return "unknown"
     values = [scales[name] for name in ("k_min", "k_max", "v_min", "v_max")]
@@ -62,10 +85,10 @@ def _kv_problems(quant: QuantConfig, effective: str, rank: dict[str, Any]) -> li
     if effective not in aliases:
         problems.append(f"scheme {quant.name} asks for KV dtype {wanted} and the engine reports {effective}")
     found = set(rank["kv_cache"]["dtypes"])
-    allowed = KV_TENSOR_DTYPES.get(wanted)
+    allowed = KV_TENSOR_DTYPES.get(wanted, found - SIXTEEN_BIT)
     if not found:
         problems.append("the engine shows no KV cache tensors, so the KV dtype cannot be confirmed")
-    elif allowed is not None and not found <= allowed:
+    elif not found <= allowed:
         problems.append(
             f"scheme {quant.name} asks for KV dtype {wanted} and the KV tensors are {', '.join(sorted(found))}"
         )
@@ -78,6 +101,8 @@ def _scale_problems(quant: QuantConfig, found: str) -> list[str]:
         return [f"scheme {quant.name} claims KV scales from {claimed} and the engine uses {found}"]
     if claimed == "none" and found not in ("none",):
         return [f"scheme {quant.name} claims no KV scales and the engine uses {found}"]
+    if (claimed == "dynamic") != (found == "dynamic"):
+        return [f"scheme {quant.name} claims KV scales of source {claimed} and the engine uses {found}"]
     if claimed == "default 1.0" and found != "default 1.0":
         return [f"scheme {quant.name} claims KV scales of 1.0 and the engine uses {found}"]
     return []
@@ -115,10 +140,6 @@ def linear_layers(rank: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _kernel(layer: dict[str, Any]) -> str:
-    return "/".join(part for part in (layer["method"], layer["scheme"], layer["kernel"]) if part)
-
-
 def _loaded(rank: dict[str, Any]) -> list[list[Any]]:
     """[name, dtype, shape, bytes] of the parameters: as loaded where known, else as they are now."""
     if rank.get("as_loaded"):
@@ -149,6 +170,34 @@ def _weight_problems(config: RunConfig, rank: dict[str, Any]) -> list[str]:
         return []
     more = f" (and {len(wrong) - 1} more layers)" if len(wrong) > 1 else ""
     return [f"scheme {quant.name} was not applied: {wrong[0]}{more}"]
+
+
+def layer_kinds(config: RunConfig, rank: dict[str, Any]) -> list[LayerKind]:
+    """Every linear layer of a rank: expected, found, kernel."""
+    quant = config.quant
+    silent = quant.origin == "engine" or (not quant.groups and "quantization_config" in config.model.arch)
+    loaded = {row[0]: [row[1], row[2]] for row in _loaded(rank)} if quant.origin != "engine" else {}
+    parts = {**FUSED_PARTS, **rank.get("packed_modules", {})}
+    return [
+        describe(layer, loaded, group_of(quant, _original_names(layer["name"], parts)), silent)
+        for layer in linear_layers(rank)
+    ]
+
+
+def group_of(quant: QuantConfig, names: list[str]) -> QuantGroup | None:
+    """The group of a scheme that the first of these checkpoint names belongs to; None = stays at 16 bit."""
+    if quant.origin != "evalq":
+        return None
+    return next((g for g in quant.groups.values() if any(_targeted(name, g, quant.ignore) for name in names)), None)
+
+
+def _layer_problems(quant: QuantConfig, layers: list[LayerKind]) -> list[str]:
+    """What the layers' own notes say is not as the scheme says: the first, and how many more."""
+    notes = [kind.note for kind in layers if kind.note]
+    if not notes:
+        return []
+    more = f" (and {len(notes) - 1} more layers)" if len(notes) > 1 else ""
+    return [f"scheme {quant.name} was not applied: {notes[0]}{more}"]
 
 
 def _weight_dtype(layer: dict[str, Any], loaded: dict[str, str], online: bool) -> str | None:

@@ -96,7 +96,7 @@ def find_sources(config: RunConfig) -> dict[str, Source]:
             problems.extend(error.problems)
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
-    if not sources and not config.load.enabled:
+    if not sources and not config.load.enabled and not config.kv.measures and config.kv.selfcheck != "always":
         raise ConfigError("no task is switched on; set tasks.perplexity=true, or name one in tasks.extra=[...]")
     return sources
 

@@ -6,11 +6,12 @@ The only module that talks to vLLM's public interface; it works with vLLM 0.26 t
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,8 @@ class Engine:
         self.tokenizer = None if llm.llm_engine.vllm_config.model_config.skip_tokenizer_init else llm.get_tokenizer()
         self.steps = 0
         self._counter = 0
+        self._step_tokens: int | None = None  # see paced
+        self._between_steps: Callable[[], None] | None = None
 
     @classmethod
     def start(cls, config: RunConfig, checkpoint: Path, window: int, is_cpu: bool) -> Engine:
@@ -256,6 +259,73 @@ class Engine:
             for output, request in zip(outputs, requests, strict=True)
         ]
 
+    def score_paced(
+        self,
+        requests: Sequence[ScoreRequest],
+        step_tokens: int,
+        topk: int = 0,
+        share_prefixes: bool = False,
+        between_steps: Callable[[], None] | None = None,
+    ) -> list[ScoreResult | None]:
+        """As score, with at most `step_tokens` tokens of each request in one engine step; None where rows are missing.
+
+        Needs the hook. between_steps is called after every step of the engine.
+        """
+        with self.paced(step_tokens, between_steps):
+            return self._score_by_hook(requests, topk, share_prefixes, None)
+
+    @contextlib.contextmanager
+    def paced(self, step_tokens: int, between_steps: Callable[[], None] | None = None) -> Iterator[None]:
+        """Inside, the scheduler gives each request at most `step_tokens` tokens per step. Errors: MeasurementError."""
+        scheduler = self._scheduler()
+        config = scheduler.scheduler_config
+        before = (scheduler.max_num_scheduled_tokens, config.long_prefill_token_threshold)
+        adaptive = getattr(scheduler, "adaptive_long_prefill_threshold", None)
+        self._step_tokens, self._between_steps = step_tokens, between_steps
+        try:
+            config.long_prefill_token_threshold = step_tokens
+            if adaptive is not None:
+                scheduler.adaptive_long_prefill_threshold = False
+            yield
+        finally:
+            self._step_tokens, self._between_steps = None, None
+            scheduler.max_num_scheduled_tokens, config.long_prefill_token_threshold = before
+            if adaptive is not None:
+                scheduler.adaptive_long_prefill_threshold = adaptive
+
+    def _scheduler(self) -> Any:
+        scheduler = self._llm.llm_engine
+        for name in ("engine_core", "engine_core", "scheduler"):
+            scheduler = getattr(scheduler, name, None)
+        if not hasattr(scheduler, "max_num_scheduled_tokens"):
+            raise MeasurementError(
+                "this engine's scheduler cannot be paced, so tokens cannot be scored one per step; "
+                "switch kv.decode off, or use a vLLM from 0.26 to 0.32",
+                "engine",
+            )
+        return scheduler
+
+    def _before_step(self, unfinished: int) -> None:
+        """While paced, the budget of a step follows the requests that are left: a lone one has no threshold of its own."""
+        if self._step_tokens is not None:
+            scheduler = self._scheduler()
+            most = scheduler.scheduler_config.max_num_batched_tokens
+            scheduler.max_num_scheduled_tokens = max(1, min(most, self._step_tokens * unfinished))
+
+    def ask_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """The answers of every rank to one of the probe's methods."""
+        return list(self._llm.collective_rpc(method, args=arguments))
+
+    def compute(self, sequences: Sequence[list[int]]) -> None:
+        """Run sequences into the KV cache, reading what is cached of them already; nothing is scored."""
+        params = self._params(skip_reading_prefix_cache=False)
+        self._run(list(sequences), [params] * len(sequences), None)
+
+    def greedy(self, prompts: Sequence[list[int]], max_tokens: int, ignore_eos: bool = False) -> list[list[int]]:
+        """Greedy continuations as token ids; no prompt reads another's cached prefix."""
+        params = self._params(max_tokens=max_tokens, ignore_eos=ignore_eos, skip_reading_prefix_cache=True)
+        return [list(output.outputs[0].token_ids) for output in self._run(list(prompts), [params] * len(prompts), None)]
+
     def generate(
         self,
         prompts: Sequence[list[int]],
@@ -305,6 +375,7 @@ class Engine:
             seconds = [0.0] * len(prompts)
             done = 0
             while core.has_unfinished_requests():
+                self._before_step(len(prompts) - done)
                 for output in core.step():
                     if output.finished:
                         index = order[output.request_id]
@@ -315,6 +386,8 @@ class Engine:
                 self.steps += 1
                 if pause is not None:
                     pause.after_step()
+                if self._between_steps:
+                    self._between_steps()
                 if progress:
                     progress(done, len(prompts), "sequences")
         except Exception as error:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from evalq.measure.hidden import Layout
+from evalq.measure.kv.probe import KvProbe
 from evalq.measure.scorer import HiddenSink, HiddenSource, ScoreStore, head_hash, load_head, score_step
 
 HOOKED = "_get_prompt_logprobs_dict"
@@ -58,7 +59,7 @@ def as_loaded(model: Any) -> list[list[Any]]:
     return rows
 
 
-class EngineProbe:
+class EngineProbe(KvProbe):
     """Methods that vLLM adds to its worker. `self` is the worker; `self.model_runner` its model runner."""
 
     model_runner: Any
@@ -177,6 +178,7 @@ def describe_layers(model: Any) -> list[dict[str, Any]]:
                 "method": type(method).__name__,
                 "scheme": type(scheme).__name__ if scheme is not None else "",
                 "kernel": kernel,
+                "size": _layer_size(module),
                 "parameters": {
                     key: [str(p.dtype).removeprefix("torch."), list(p.shape)]
                     for key, p in module.named_parameters(recurse=False)
@@ -184,6 +186,13 @@ def describe_layers(model: Any) -> list[dict[str, Any]]:
             }
         )
     return layers
+
+
+def _layer_size(module: Any) -> list[int] | None:
+    """[out, in] of this rank's part of a linear layer; None for other layers."""
+    out = getattr(module, "output_size_per_partition", getattr(module, "output_size", None))
+    into = getattr(module, "input_size_per_partition", getattr(module, "input_size", None))
+    return [int(out), int(into)] if isinstance(out, int) and isinstance(into, int) else None
 
 
 def _kernel_name(owner: Any) -> str:

@@ -27,6 +27,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from evalq.config import RunConfig
 from evalq.errors import EvalqError, MeasurementError
+from evalq.kvrecord import KvReport
 from evalq.measure import data
 from evalq.records import (
     Calibration,
@@ -77,6 +78,7 @@ class WorkerSpec:
     hidden_folder: str = ""  # where the baseline's hidden states are kept; "" = no exact divergence
     baseline_key: str = ""  # reuse key of the baseline whose hidden states they are
     baseline_checkpoint: str = ""  # where the baseline's output head can be read
+    store_dir: str = ""  # where answers about this engine are kept; empty = in the work folder
 
 
 class Events:
@@ -204,12 +206,18 @@ def _measure_on(
     work: Path,
     events: Events,
 ) -> Record:
-    from evalq.measure.applied import check_applied, measure_ledger
+    from evalq.measure.applied import check_applied, measure_ledger, with_layer_scales
+    from evalq.measure.kv.scales import checkpoint_scales
     from evalq.measure.load import measure_load
 
     settings = engine.settings()
-    applied = check_applied(config, settings, engine.describe())
     divergence = _divergence(spec, config, events)
+    applied = with_layer_scales(
+        check_applied(config, settings, engine.describe()),
+        config.quant,
+        [json.loads(answer) for answer in engine.ask_workers("evalq_kv_layers")],
+        checkpoint_scales(Path(spec.checkpoint)),
+    )
     scored: dict[str, TaskScores] = {}
     identity: dict[str, Scalar] = {}
     tables: list[dict[str, pa.Table]] = []
@@ -222,6 +230,8 @@ def _measure_on(
         identity.update(result[1])
         tables.append(result[2])
         _stop_on_implausible(config, spec, scored)
+    kv_report, kv_tables = _measure_kv(engine, spec, config, settings, applied.attention_backend, groups, events)
+    tables.append(kv_tables)
     loads = {}
     if config.load.enabled:
         with events.timed("load", "measuring throughput"):
@@ -257,6 +267,7 @@ def _measure_on(
         calibration=spec.calibration,
         checkpoint=spec.checkpoint_id,
         divergence_from=spec.baseline_key if divergence and divergence.compare and not divergence.note else "",
+        kv=kv_report,
     )
     with events.timed("write", "writing the record"):
         return _write(work, record, tables)
@@ -277,6 +288,26 @@ def _divergence(spec: WorkerSpec, config: RunConfig, events: Events) -> ExactDiv
         checkpoint,
         lambda text: events.send("stage", stage=events.stage, label=text),
     )
+
+
+def _measure_kv(
+    engine: Engine,
+    spec: WorkerSpec,
+    config: RunConfig,
+    settings: dict[str, Scalar],
+    backend: str,
+    groups: dict[str, tuple[dict[str, Any], int | None]],
+    events: Events,
+) -> tuple[KvReport | None, dict[str, pa.Table]]:
+    """The KV stage; nothing for a baseline whose config asks for nothing."""
+    from evalq.measure.kv.study import Asked, is_wanted, measure_kv
+
+    if not is_wanted(config):
+        return None, {}
+    store = Path(spec.store_dir or spec.work_dir) / "kv"
+    asked = Asked(config, settings, spec.identity, backend, engine_version(), store)
+    tasks, limit = groups.get(data.PERPLEXITY, ({}, None))
+    return measure_kv(engine, asked, tasks, limit, events)
 
 
 def _score_group(
@@ -410,6 +441,7 @@ def _fingerprint(
         "scorer",
         "scorer_version",
     )
+    from evalq.measure.kv.study import kv_settings
     from evalq.measure.tasks import harness_version
 
     return {
@@ -423,6 +455,7 @@ def _fingerprint(
         "platform": "cpu" if spec.is_cpu else "cuda",
         "gpu_count": config.engine.tensor_parallel_size * config.engine.pipeline_parallel_size,
         **{name: settings.get(name) for name in kept},
+        **({"kv": kv_settings(config.kv)} if config.kv.measures else {}),
         **tasks,
     }
 

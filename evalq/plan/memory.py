@@ -28,8 +28,11 @@ KV_VALUE_BYTES = {
     "fp8_ds_mla": 1,
     "int8_per_token_head": 1,
     "fp8_per_token_head": 1,
+    "int4_per_token_head": 0.5,
+    "nvfp4": 0.5,
 }
 SCALE_BYTES = 4  # float32
+NVFP4_GROUP = 16  # nvfp4 keeps one FP8 scale per 16 values
 LATENT_SCALE_GROUP = 128  # fp8_ds_mla and the indexer keep one float32 scale per 128 values
 DEFAULT_BLOCK_TOKENS = 16
 
@@ -180,12 +183,13 @@ def kv_bytes_per_layer(facts: ModelFacts, kv_cache_dtype: str, tp: int = 1) -> i
     value = KV_VALUE_BYTES[kv_cache_dtype]
     if facts.attention == "gqa":
         scale = SCALE_BYTES if kv_cache_dtype.endswith("_per_token_head") else 0
-        return 2 * local_kv_heads(facts, tp) * (facts.head_dim * value + scale)
+        scale += facts.head_dim // NVFP4_GROUP if kv_cache_dtype == "nvfp4" else 0
+        return 2 * local_kv_heads(facts, tp) * (math.ceil(facts.head_dim * value) + scale)
     index = facts.index_dim + facts.index_dim // LATENT_SCALE_GROUP * SCALE_BYTES
     if kv_cache_dtype == "fp8_ds_mla":
         latent = facts.latent_dim - facts.rope_dim
         return latent + latent // LATENT_SCALE_GROUP * SCALE_BYTES + 2 * facts.rope_dim + index
-    return facts.latent_dim * value + index
+    return math.ceil(facts.latent_dim * value) + index
 
 
 def kv_bytes_per_token(facts: ModelFacts, kv_cache_dtype: str, tp: int = 1) -> int:

@@ -16,7 +16,10 @@ from evalq.quantize.scheme import assign_layers, check_scheme
 from evalq.quantize.tensors import TensorInfo
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "quant"
-NAMES = ["baseline", "fp8-kv", "fp8-static", "fp8-weights", "fp8-weights-kv", "int8-w8a8", "mixed-4-8", "w4a16"]
+NAMES = [
+    "baseline", "fp8-ds-mla-kv", "fp8-kv", "fp8-kv-calibrated", "fp8-kv-e5m2", "fp8-kv-per-head", "fp8-static",
+    "fp8-weights", "fp8-weights-kv", "int4-kv-per-head", "int8-kv-per-head", "int8-w8a8", "mixed-4-8", "w4a16",
+]  # fmt: skip
 HIDDEN, INTERMEDIATE, KV = 576, 1536, 192  # SmolLM2-135M
 
 
@@ -56,7 +59,7 @@ def test_each_scheme_is_a_valid_config(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_made_schemes_fit_the_small_model(name: str) -> None:
     quant = load(name)
-    if quant.origin != "evalq":
+    if quant.origin != "evalq" or not quant.groups:
         return
     check_scheme(quant)
     layers = assign_layers(smollm2(), {"model_type": "llama"}, quant)
