@@ -272,7 +272,7 @@ class Engine:
         Needs the hook. between_steps is called after every step of the engine.
         """
         with self.paced(step_tokens, between_steps):
-            return self._score_by_hook(requests, topk, share_prefixes, None)
+            return self._score_by_hook(requests, share_prefixes, None, Call(topk, [], None, None))
 
     @contextlib.contextmanager
     def paced(self, step_tokens: int, between_steps: Callable[[], None] | None = None) -> Iterator[None]:
