@@ -19,8 +19,9 @@ import numpy as np
 from evalq.config import KvConfig
 from evalq.errors import MeasurementError
 from evalq.kvrecord import DecodeScore
-from evalq.measure.engine import Engine, Progress, ScoreRequest, ScoreResult
+from evalq.measure.engine import Engine, Progress
 from evalq.measure.kv.documents import Document, ids_hash, window
+from evalq.measure.scores import ScoreRequest, ScoreResult
 
 POOL_SHARE = 0.5  # of the KV pool that the documents of one batch may take, so that none is evicted while it waits
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from evalq.config import KvConfig
 from evalq.kvrecord import LongScore
-from evalq.measure.engine import Engine, Progress, ScoreRequest
+from evalq.measure.engine import Engine, Progress
 from evalq.measure.kv.decode import perplexity, token_rows
 from evalq.measure.kv.documents import Document, ids_hash, long_windows
+from evalq.measure.scores import ScoreRequest
 
 
 def score_long(

@@ -19,8 +19,9 @@ import numpy as np
 
 from evalq.errors import EvalqError, MeasurementError
 from evalq.kvrecord import Sensitivity, is_quantised_kv
-from evalq.measure.engine import Engine, ScoreRequest
+from evalq.measure.engine import Engine
 from evalq.measure.kv.documents import embedded_documents, long_windows
+from evalq.measure.scores import ScoreRequest
 from evalq.records import Scalar, from_mapping, parse_json, to_json, write_text
 
 VERSION = 1  # raise when the question is asked differently, so that kept answers are not used

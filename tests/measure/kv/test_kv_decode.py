@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evalq.config import KvConfig
-from evalq.measure.engine import ScoreRequest, ScoreResult
 from evalq.measure.kv.decode import plan_segments, score_decode, token_rows
 from evalq.measure.kv.documents import Document, embedded_documents, ids_hash, long_windows, task_documents
 from evalq.measure.kv.generation import loop_start
 from evalq.measure.kv.needle import is_named, make_needles
+from evalq.measure.scores import ScoreRequest, ScoreResult
 
 
 class Letters:

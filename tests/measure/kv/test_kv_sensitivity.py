@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from evalq.errors import MeasurementError
-from evalq.measure.engine import ScoreRequest, ScoreResult
 from evalq.measure.kv import sensitivity
 from evalq.measure.kv.sensitivity import (
     CannotAskError,
@@ -21,6 +20,7 @@ from evalq.measure.kv.sensitivity import (
     kept_answer,
     measure_sensitivity,
 )
+from evalq.measure.scores import ScoreRequest, ScoreResult
 
 IDENTITY = {"attention_backend": "CPU_ATTN", "engine_version": "0.32", "fingerprint": "f" * 64}
 
