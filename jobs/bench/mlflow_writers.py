@@ -34,13 +34,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "tracking")]
 from evalq.cli.ui import SERVER_ENVIRONMENT  # noqa: E402
 from evalq.tracking.process import child_environment  # noqa: E402
 
-LIMIT_SECONDS = 400.0
+LIMIT_SECONDS = 600.0
 KILL_AFTER_CELLS = 0.3  # share of all cells that are on disk when the server is killed
 AWAY_SECONDS = 3.0
 
 
 def main() -> int:
     arguments = _parser().parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that database and server are ended too
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="evalq-writers-") as name:
         folder = Path(name)
