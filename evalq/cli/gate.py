@@ -9,8 +9,9 @@ from pathlib import Path
 
 from evalq.cli.judging import add_arguments, disagreement, judged
 from evalq.config import GateConfig
-from evalq.errors import EXIT_MEASUREMENT, RecordError
+from evalq.errors import EXIT_MEASUREMENT, ConfigError, RecordError
 from evalq.judge.gate import contradiction, no_verdict
+from evalq.judge.seal import SEAL_SUFFIX, seal, seal_key, why_unsealed
 from evalq.records import VERDICT_FILE, Verdict, read_verdict, to_json, write_text
 
 FORMATS = ("text", "json", "junit", "markdown")
@@ -35,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         "--verdict",
         metavar="DIR",
         help=f"check {VERDICT_FILE} of an earlier --out: with --baseline and --candidate by judging again, else only "
-        "for contradictions",
+        "for contradictions and its seal",
     )
     return made
 
@@ -70,6 +71,7 @@ def _forget_verdict(argv: list[str]) -> None:
 def _forget(folder: Path) -> None:
     """Remove what an earlier gate left, so that a step that reads it after a crash finds nothing, or an error."""
     (folder / VERDICT_FILE).unlink(missing_ok=True)
+    (folder / VERDICT_FILE).with_suffix(SEAL_SUFFIX).unlink(missing_ok=True)
     if (folder / JUNIT_FILE).exists() or (folder / MARKDOWN_FILE).exists():
         _write_reports(folder, no_verdict(["the gate did not finish"], GateConfig()))
 
@@ -92,8 +94,28 @@ def _judge_and_write(arguments: argparse.Namespace) -> int:
     if folder is not None:
         _write_reports(folder, verdict)
         write_text(folder / VERDICT_FILE, to_json(verdict) + "\n")
+        _seal(folder)
     show(verdict, arguments.format)
     return verdict.exit_code
+
+
+def _seal(folder: Path) -> None:
+    with contextlib.suppress(ConfigError):  # a key that is too short: the verdict says so itself
+        key = seal_key()
+        if key is not None:
+            seal(folder, key, VERDICT_FILE)
+
+
+def _why_forged(folder: Path) -> str | None:
+    """Why a verdict that is read alone, without its records, is not believed."""
+    key = seal_key()
+    if key is None:
+        text = (
+            "no seal and no record was checked; give --baseline and --candidate to judge again, or set EVALQ_SEAL_KEY"
+        )
+        print(f"evalq gate: warning: {text}", file=sys.stderr)
+        return None
+    return why_unsealed(folder if folder.is_dir() else folder.parent, key, VERDICT_FILE)
 
 
 def _from_file(arguments: argparse.Namespace) -> int:
@@ -103,7 +125,10 @@ def _from_file(arguments: argparse.Namespace) -> int:
         print(f"evalq gate: {error}", file=sys.stderr)
         return EXIT_MEASUREMENT
     problem = contradiction(verdict)
-    if problem is None and (arguments.baseline or arguments.candidate):
+    alone = not (arguments.baseline or arguments.candidate)
+    if problem is None and alone:
+        problem = _why_forged(Path(arguments.verdict))
+    if problem is None and not alone:
         stored, verdict = verdict, judged(arguments).verdict
         problem = disagreement(stored, verdict)
         if problem is not None:

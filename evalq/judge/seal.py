@@ -1,4 +1,4 @@
-"""Seals: an HMAC over record.json by a key that only the measuring machine and the gate hold.
+"""Seals: an HMAC over record.json or verdict.json by a key that only the measuring machine and the gate hold.
 
 The tables' hashes are inside record.json, so one seal covers the whole record. Without a key anyone who can write a record
 folder can write a consistent one; with it they cannot. Source: RFC 2104.
@@ -12,9 +12,10 @@ import os
 from pathlib import Path
 
 from evalq.errors import ConfigError
-from evalq.records import RECORD_FILE, SEAL_FILE, file_sha256, write_text
+from evalq.records import RECORD_FILE, file_sha256, write_text
 
 KEY_VARIABLE = "EVALQ_SEAL_KEY"
+SEAL_SUFFIX = ".seal"  # record.seal, verdict.seal
 KEY_LENGTH = 16  # characters, at least
 
 
@@ -28,24 +29,25 @@ def seal_key() -> bytes | None:
     return key.encode() if key else None
 
 
-def seal(folder: Path, key: bytes) -> None:
-    """Write the seal of a finished record beside it."""
-    write_text(folder / SEAL_FILE, _seal_of(folder, key) + "\n")
+def seal(folder: Path, key: bytes, file: str = RECORD_FILE) -> None:
+    """Write the seal of a finished record, or of a verdict, beside it."""
+    write_text((folder / file).with_suffix(SEAL_SUFFIX), _seal_of(folder / file, key) + "\n")
 
 
-def why_unsealed(folder: Path, key: bytes) -> str | None:
-    """Why the record's seal does not hold; None when it does."""
+def why_unsealed(folder: Path, key: bytes, file: str = RECORD_FILE) -> str | None:
+    """Why the seal of a record, or of a verdict, does not hold; None when it does."""
+    beside = (folder / file).with_suffix(SEAL_SUFFIX)
     try:
-        written = (folder / SEAL_FILE).read_bytes().strip()
+        written = beside.read_bytes().strip()
     except OSError:
-        return f"it has no {SEAL_FILE}; measure it with {KEY_VARIABLE} set"
-    if not hmac.compare_digest(written, _seal_of(folder, key).encode()):
-        return "its seal was made with another key, or record.json was changed afterwards; measure it anew"
+        return f"it has no {beside.name}; make it anew with {KEY_VARIABLE} set"
+    if not hmac.compare_digest(written, _seal_of(folder / file, key).encode()):
+        return f"its seal was made with another key, or {file} was changed afterwards; make it anew"
     return None
 
 
-def _seal_of(folder: Path, key: bytes) -> str:
-    return hmac.new(key, (folder / RECORD_FILE).read_bytes(), hashlib.sha256).hexdigest()
+def _seal_of(file: Path, key: bytes) -> str:
+    return hmac.new(key, file.name.encode() + b"\0" + file.read_bytes(), hashlib.sha256).hexdigest()
 
 
 def record_digest(folder: Path) -> str:

@@ -22,7 +22,9 @@ from evalq.tracking.manifest import (
 from evalq.tracking.process import ChildProcess
 from evalq.tracking.store import Store, redact, store_at
 
-IMPORT_SECONDS = 60.0  # MLflow's own start on a slow machine, and the creation of an empty store
+IMPORT_SECONDS = (
+    240.0  # MLflow's own start and the creation of an empty store, on a machine that is busy with other things
+)
 LOOSE_STUDY = "records of no study"
 
 

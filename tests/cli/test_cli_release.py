@@ -80,6 +80,23 @@ def test_an_edited_verdict(place: Place, capsys: pytest.CaptureFixture[str]) -> 
     assert "'PASS' in the file and 'FAIL' when judged again" in said(capsys)
 
 
+def test_a_verdict_read_alone_needs_its_seal(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where there is a key. Without one a consistent forgery cannot be told, and a warning says so."""
+    assert place.gate() == 0
+    alone = ["--verdict", str(place.folder / "out")]
+    assert gate_verb.main(alone) == 0
+    place.edit("out/" + VERDICT_FILE, lambda v: v | {"candidate_id": "another"})
+    assert gate_verb.main(alone) == 5
+    assert "verdict.json was changed afterwards" in said(capsys)
+    (place.folder / "out" / "verdict.seal").unlink()
+    assert gate_verb.main(alone) == 5
+    monkeypatch.delenv(KEY_VARIABLE)
+    assert gate_verb.main(alone) == 0
+    assert "warning: no seal and no record was checked" in said(capsys)
+
+
 def test_edited_figures_in_a_verdict(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     assert place.gate() == 0
     place.edit(
