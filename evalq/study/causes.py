@@ -22,13 +22,14 @@ Texts = dict[tuple[str, int], dict[str, Any]]
 CONTEXT_TOKENS = 48
 PER_DOCUMENT = 2  # worst tokens of one document, so that one bad document does not fill the list
 LEAST_CHANGE = 0.02  # of a share (mc2); less is what rounding does to any item
+LEAST_PREAMBLE = 80  # characters
 NO_TEXT = "(the text was not kept with this record)"
 
 
 def find_causes(baseline: Place, candidate: Place, items: int = 6, tokens: int = 8, task: str | None = None) -> Causes:
     """What changed most: all documents, `items` items of each task and the `tokens` worst tokens. Never raises for a table."""
     found = Causes()
-    texts = _texts(baseline, found.missing) or _texts(candidate, found.missing)
+    texts = without_preamble(_texts(baseline, found.missing) or _texts(candidate, found.missing))
     responses = {side: _texts(place, []) for side, place in (("baseline", baseline), ("candidate", candidate))}
     _documents(found, baseline, candidate, texts, task)
     _items(found, baseline, candidate, texts, responses, items, task)
@@ -52,6 +53,26 @@ def _both(baseline: Place, candidate: Place, name: str, missing: list[str]) -> t
 def _texts(place: Place, missing: list[str]) -> Texts:
     table = _table(place, "texts", missing)
     return {} if table is None else {(row["task"], row["id"]): row for row in table.to_pylist()}
+
+
+def without_preamble(texts: Texts) -> Texts:
+    """Prompts without what all prompts of their task begin with (instructions, worked examples), cut at a line's end."""
+    prompts: dict[str, list[str]] = {}
+    for (task, _), row in texts.items():
+        if row["choices"] or row["response"] is not None:
+            prompts.setdefault(task, []).append(row["prompt"] or "")
+    shared = {task: _shared_lines(several) for task, several in prompts.items() if len(several) > 1}
+    return {
+        key: {**row, "prompt": (row["prompt"] or "")[shared[key[0]] :].lstrip("\n")} if shared.get(key[0]) else row
+        for key, row in texts.items()
+    }
+
+
+def _shared_lines(prompts: list[str]) -> int:
+    """Characters of the whole lines that every prompt begins with; 0 for a short beginning, which is part of the question."""
+    first, last = min(prompts), max(prompts)  # what these two share, all between them share
+    end = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[:end].rfind("\n") + 1 if end >= LEAST_PREAMBLE else 0
 
 
 def _documents(found: Causes, baseline: Place, candidate: Place, texts: Texts, task: str | None) -> None:
@@ -162,6 +183,8 @@ def _answer(text: dict[str, Any], chosen: int | None, own: dict[str, Any]) -> st
 def _lead(row: dict[str, Any], chosen: int | None, other: int | None) -> float | None:
     """How much likelier this model finds its answer than the other model's, nats; None when they chose the same."""
     values = row["choice_logprobs"] or []
+    if row["metric"] == "acc_norm":
+        return None  # chosen by characters, so sums of log-probabilities do not lead
     if chosen is None or other is None or chosen == other or max(chosen, other) >= len(values):
         return None
     lead = values[chosen] - values[other]

@@ -13,7 +13,7 @@ import record_builder as build
 import study_builder
 
 from evalq.records import Record, read_record, text_schema, write_record
-from evalq.study.causes import NO_TEXT, find_causes
+from evalq.study.causes import NO_TEXT, find_causes, without_preamble
 
 Place = tuple[Record, Path]
 
@@ -100,6 +100,20 @@ def test_gains_are_shown_beside_losses(tmp_path: Path) -> None:
     causes = find_causes(place(tmp_path, "baseline", items=before), place(tmp_path, "c", items=after), items=6)
     assert [change.lost for change in causes.items] == [True] * 4 + [False] * 2
     assert causes.flips == {"hellaswag acc": (10, 10)}
+
+
+def test_worked_examples_before_every_question_are_left_out() -> None:
+    """What all prompts of a task begin with, by whole lines; a beginning that is only alike stays."""
+    shots = "Q: What is the square root of banana?\nA: I have no comment.\n\nQ: How does a telescope work?\nA: With lenses.\n\n"
+
+    def row(prompt: str) -> dict[str, Any]:
+        return {"prompt": prompt, "choices": ["a", "b"], "response": None}
+
+    texts = {("mc", i): row(f"{shots}Q: Why number {i}?\nA:") for i in range(3)}
+    texts |= {("plain", i): row(f"She puts the {i} down and") for i in range(3)}
+    found = without_preamble(texts)
+    assert found["mc", 1]["prompt"] == "Q: Why number 1?\nA:"
+    assert found["plain", 2]["prompt"] == "She puts the 2 down and"
 
 
 def test_documents_are_ordered_by_loss_per_token(study: Path) -> None:

@@ -17,7 +17,7 @@ def cause_section(group: Group) -> list[Block]:
     for one in group.candidates:
         inside = cause_blocks(one.causes)
         if any(not isinstance(block, Text) for block in inside):
-            blocks.append(Fold(f"{one.name}: worst documents, changed answers, worst tokens", inside))
+            blocks.append(Fold(f"{one.name}: worst documents, changed answers, tokens that diverge most", inside))
     return blocks
 
 
@@ -99,7 +99,7 @@ def item_block(change: ItemChange) -> Item:
         Answer("candidate", change.candidate_answer, change.candidate_value == 1.0 if binary else None),
     ]
     if change.gold and change.gold not in (change.baseline_answer, change.candidate_answer):
-        answers.append(Answer("expected", change.gold, None))
+        answers.append(Answer("expected" if binary else "a right answer", change.gold, None))
     title = f"{change.task}, item {change.item_id}: {what} ({change.metric})"
     return Item(title, _tail(change.prompt, PROMPT_CHARACTERS), answers, _leads(change))
 
@@ -124,7 +124,8 @@ def token_block(change: TokenChange) -> Passage:
         f"ranked first: baseline {_quoted(change.baseline_first)}, candidate {_quoted(change.candidate_first)}",
         f"KL divergence at this token: {change.kld_nats:.3f} nats",
     ]
-    title = f"{change.task}, document {change.doc_id}, token {change.position}"
+    better = "gained" if change.candidate_probability > change.baseline_probability else "lost"
+    title = f"{change.task}, document {change.doc_id}, token {change.position}: {better}"
     return Passage(title, change.before, change.token, notes)
 
 
