@@ -123,7 +123,8 @@ def _candidate(one: Found, baseline: Found | None, verdict: Verdict | None) -> C
         tables = [read_table(folder, record, "tokens") for record, folder in places]
         if tables[0] is None or tables[1] is None:
             return made
-        found = fidelity(token_pairs(tables[0], tables[1]))
+        same_baseline = one.record.divergence_from == baseline.record.reuse_key
+        found = fidelity(token_pairs(tables[0], tables[1], exact=same_baseline))
     except RecordError as error:
         return dataclasses.replace(made, notes=[f"no fidelity: {error}"])
     return dataclasses.replace(made, fidelity=found.estimates, buckets=found.buckets)

@@ -197,8 +197,10 @@ def _tokens(found: Causes, baseline: Place, candidate: Place, limit: int, task: 
         if "tokens" not in baseline[0].tables or "tokens" not in candidate[0].tables:
             found.missing.append("per-token values were not kept (tasks.keep_tokens)")
         return
+    same_baseline = candidate[0].divergence_from == baseline[0].reuse_key
+    whole = tables[1].column("exact_kld_nats").null_count == 0  # a sample would hide the other tokens
     try:
-        pairs = token_pairs(*tables)
+        pairs = token_pairs(*tables, exact=same_baseline and whole)
     except RecordError as error:
         found.missing.append(str(error))
         return

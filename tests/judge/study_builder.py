@@ -12,7 +12,7 @@ import record_builder as build
 
 from evalq.config import GateConfig
 from evalq.judge.gate import judge
-from evalq.records import Record, to_json, write_record, write_text
+from evalq.records import Record, to_json, token_schema, write_record, write_text
 
 DOCUMENTS, ITEMS, TOKENS = 24, 30, 40
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&`|[x](javascript:alert(3))\u202e\x01 ]]>"
@@ -47,23 +47,17 @@ def tokens(noise: float, seed: int = 5) -> pa.Table:
     position = np.tile(np.arange(TOKENS), DOCUMENTS)
     ids = (np.arange(n) % 50).astype(np.int32)
     first = np.where(rng.random(n) < noise, (ids + 1) % 50, ids).astype(np.int32)
-    nothing: list[None] = [None] * n
-    return pa.table(
-        {
-            "task": ["wikitext"] * n,
-            "doc_id": np.repeat(np.arange(DOCUMENTS), TOKENS),
-            "position": position,
-            "window_position": position + 1,
-            "token_id": ids,
-            "logprob": logprob,
-            "top1_id": first,
-            "top1_logprob": np.maximum(logprob, -0.7),
-            "entropy_nats": pa.array(nothing, pa.float32()),
-            "topk_ids": pa.array(nothing, pa.list_(pa.int32())),
-            "topk_logprobs": pa.array(nothing, pa.list_(pa.float32())),
-            "exact_kld_nats": pa.array(nothing, pa.float32()),
-        }
-    )
+    known = {
+        "task": ["wikitext"] * n,
+        "doc_id": np.repeat(np.arange(DOCUMENTS), TOKENS),
+        "position": position,
+        "window_position": position + 1,
+        "token_id": ids,
+        "logprob": logprob,
+        "top1_id": first,
+        "top1_logprob": np.maximum(logprob, -0.7),
+    }
+    return pa.table({field.name: known.get(field.name, pa.nulls(n, field.type)) for field in token_schema()})
 
 
 def pieces(mark: str = "") -> pa.Table:

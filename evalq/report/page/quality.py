@@ -207,6 +207,7 @@ def position_section(group: Group) -> list[Block]:
 def _fidelity_table(found: list[Candidate]) -> Table:
     kept = (
         "mean_kld_nats",
+        "mean_reverse_kld_nats",
         "kld_nats_p50",
         "kld_nats_p99",
         "kld_nats_max",
@@ -224,6 +225,7 @@ def _fidelity_table(found: list[Candidate]) -> Table:
         "scheme",
         "verdict",
         "KL mean, nats",
+        "reverse KL mean",
         "KL median",
         "KL 99 %",
         "KL largest",
@@ -231,7 +233,7 @@ def _fidelity_table(found: list[Candidate]) -> Table:
         "RMS change of p",
         "n tokens",
     )
-    return Table("Fidelity to the baseline over all scored tokens", columns, rows, frozenset(range(2, 9)))
+    return Table("Fidelity to the baseline over all scored tokens", columns, rows, frozenset(range(2, 10)))
 
 
 def _nats(estimate: Estimate | None) -> str:
