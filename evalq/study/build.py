@@ -20,6 +20,7 @@ from evalq.judge.multiplicity import holm_fails
 from evalq.judge.policy import read_policy
 from evalq.records import Estimate, Record, Verdict, read_table
 from evalq.report.page.view import Candidate, Causes, Group, StudyView
+from evalq.study.cache import cache_of
 from evalq.study.causes import find_causes
 from evalq.study.claims import claims_of
 from evalq.study.gather import Bundle, Found, bundle, read_all
@@ -118,6 +119,7 @@ def _candidate(one: Found, baseline: Found | None, verdict: Verdict | None) -> C
         verdict,
         find_causes(*places),
         differences=[str(item) for item in differences(baseline.record, one.record)],
+        cache=cache_of(*places),
     )
     try:
         tables = [read_table(folder, record, "tokens") for record, folder in places]

@@ -278,3 +278,28 @@ def strips(rows: Rows, axis: str) -> Draw:
         return whole(width, body, rows)
 
     return draw
+
+
+def heat_map(rows: Rows, x_title: str, y_title: str) -> Draw:
+    """Shares as squares, one grid per name: fields name, x, y, value (0 to 1), label. The stronger the colour, the more."""
+
+    def draw(width: int) -> Spec:
+        columns = 2 if width >= PHONE else 1
+        shared = {
+            "x": {"field": "x", "type": "ordinal", "title": x_title, "sort": None, "axis": {"labelAngle": 0}},
+            "y": {"field": "y", "type": "ordinal", "title": y_title},
+        }
+        scale = {"domain": [0, 1], "range": [0.06, 0.55]}
+        strength = {"field": "value", "type": "quantitative", "legend": None, "scale": scale}
+        square = {"mark": {"type": "rect", "color": "var(--c1)"}, "encoding": {"opacity": strength}}
+        words = {"mark": {"type": "text", "color": "var(--ink)"}, "encoding": {"text": {"field": "label"}}}
+        inner = {
+            "width": (width - 60) // columns - 40,
+            "height": {"step": 28},
+            "layer": [square, words],
+            "encoding": shared,
+        }
+        split = {"field": "name", "type": "nominal", "sort": None, "title": None, "header": {"labelAnchor": "start"}}
+        return {"$schema": SCHEMA, "data": {"values": list(rows)}, "facet": split, "columns": columns, "spec": inner}
+
+    return draw

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from evalq import __version__
 from evalq.report.page.blocks import Block, Page, Section, Text
+from evalq.report.page.cache import cache_section
 from evalq.report.page.cause import cause_section
 from evalq.report.page.costs import memory_section, speed_section, tradeoff_section
 from evalq.report.page.proof import comparability_section, environment_section
@@ -34,6 +35,7 @@ def _group_sections(view: StudyView, group: Group, number: int) -> list[Section]
         ("speed", "Speed", speed_section(group)),
         ("trade-off", "Quality against memory", tradeoff_section(group)),
         ("position", "Divergence by position", position_section(group)),
+        ("cache", "KV cache", cache_section(group)),
         ("causes", "From red to cause", cause_section(group)),
         ("comparability", "Comparability", comparability_section(group)),
         ("environment", "Environment", environment_section(group, view.command)),

@@ -21,6 +21,7 @@ def comparability_section(group: Group) -> list[Block]:
         blocks.append(Table(caption, ("scheme", "comparable", "differences"), rows))
     blocks += _data_table(group)
     blocks.append(_applied_table(group))
+    blocks += _layers(group)
     shown = group.baseline or (group.candidates[0].record if group.candidates else None)
     if shown is not None and shown.fingerprint:
         fields = [(name, str(value)) for name, value in sorted(shown.fingerprint.items())]
@@ -86,6 +87,25 @@ def _applied_table(group: Group) -> Table:
         )
     columns = ("scheme", "applied", "KV cache found", "KV scales", "attention", "kernels, or what is wrong")
     return Table("Proof that each scheme was applied, from the engine's own state", columns, rows)
+
+
+def _layers(group: Group) -> list[Block]:
+    """Every kind of layer: what the scheme says, and what the engine loaded."""
+    rows = [
+        (
+            f"{name}: {kind.name}",
+            str(kind.layers),
+            kind.expected,
+            kind.found,
+            kind.kernel.rsplit("/", 1)[-1],
+            kind.note or ABSENT,
+        )
+        for name, record in cells_of(group)
+        for kind in (record.applied.layers if record.applied else [])
+    ]
+    columns = ("scheme and layer", "n layers", "expected", "found", "kernel", "note")
+    table = Table("Layers of each scheme, expected against found", columns, rows, frozenset({1}))
+    return [Fold(f"Layer by layer: n={len(rows)} kinds of layers", [table])] if rows else []
 
 
 def environment_section(group: Group, command: str) -> list[Block]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from evalq.kvrecord import KvReport
 from evalq.records import Estimate, Ledger, Record, Verdict
 from evalq.report.tradeoff import Placed, Workload
 
@@ -78,6 +79,29 @@ class Causes:
 
 
 @dataclass(frozen=True)
+class PathBucket:
+    """Tokens with `low` to `high` tokens of context, on a path that reads the KV cache."""
+
+    low: int
+    high: int
+    tokens: int
+    increase: Estimate | None  # of token perplexity, a share
+    mean_kld: float  # nats, a lower bound
+    same_top1: float
+
+
+@dataclass(frozen=True)
+class CacheView:
+    """What was found out about a KV cache. Needles: (length, depth in percent) -> (found, asked)."""
+
+    report: KvReport
+    buckets: dict[str, list[PathBucket]]  # by path: decode, long
+    baseline_needles: dict[tuple[int, int], tuple[int, int]]
+    needles: dict[tuple[int, int], tuple[int, int]]
+    missing: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class Candidate:
     """One candidate cell, its verdict, and its differences to the baseline."""
 
@@ -90,6 +114,7 @@ class Candidate:
     differences: list[str] = field(default_factory=list)  # of the fingerprints, each a sentence
     p_holm: float | None = None
     notes: list[str] = field(default_factory=list)
+    cache: CacheView | None = None
 
     @property
     def name(self) -> str:
