@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -373,6 +374,9 @@ def measure(
         stored = stored_record(cell, known, 0.0 if reuse else since, hint)
         if stored is not None:
             watcher.stage("reuse", f"using the stored record {stored.record.record_id}")
+            shutil.rmtree(
+                known.work, ignore_errors=True
+            )  # left by a run that died between keeping its record and tidying up
             return stored
         record_id = new_record_id(cell)
         try:
@@ -518,6 +522,7 @@ def reuse_key(cell: Prepared, identity: dict[str, Scalar]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
+@functools.cache
 def installed_versions() -> dict[str, str]:
     """Versions of what scores depend on, without importing any of it."""
     versions = {}

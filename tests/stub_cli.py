@@ -6,6 +6,7 @@ import functools
 import sys
 from pathlib import Path
 
+from stub_cell import cell_command
 from stub_worker import TESTS
 
 from evalq import pipeline, sweep
@@ -17,7 +18,7 @@ def run(checkpoint: str, plan: str, *arguments: str) -> int:
     pipeline.source_folder = lambda cell, watcher: Path(checkpoint)
     pipeline.cell_checkpoint = lambda cell, source, watcher: source
     pipeline.detect = lambda: "cpu"
-    sweep.run = functools.partial(sweep.run, command=command)
+    sweep.run = functools.partial(sweep.run, command=command, cell_command=cell_command(Path(checkpoint)))
     return main(list(arguments))
 
 

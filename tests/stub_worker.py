@@ -82,8 +82,9 @@ def write(spec: Any, increase: float = 0.0, noise: float = 0.002, documents: int
     build.write(Path(spec.work_dir) / "record", made, rows)
 
 
-def _record(spec: Any, **settings: Any) -> int:
+def _record(spec: Any, seconds: float = 0.0, **settings: Any) -> int:
     send("stage", stage="start", label="starting the engine")
+    time.sleep(seconds)
     send("started", seconds=0.1)
     send("stage", stage="score wikitext", label="scoring wikitext")
     send("progress", done=1, total=2, unit="sequences")

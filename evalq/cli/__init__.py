@@ -15,6 +15,8 @@ from evalq.errors import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_MEASUREMENT, EvalqE
 # verb -> (module, what it does). Modules are imported when their verb is used.
 VERBS: dict[str, tuple[str, str]] = {
     "run": ("evalq.cli.run", "measure and judge (the same as giving no verb)"),
+    "sweep": ("evalq.cli.sweep", "models x schemes x GPUs x engines: the plan, then the cells, resumable"),
+    "status": ("evalq.cli.status", "where a sweep is: done, running, failed, and what is missing"),
     "plan": ("evalq.cli.plan", "memory, feasibility and what the gate will see, with no engine"),
     "selfcheck": ("evalq.cli.selfcheck", "whether scores on this engine read the quantised KV cache"),
     "quantize": ("evalq.cli.quantize", "make a checkpoint and nothing else"),
@@ -47,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         return int(module.main(rest))
     except EvalqError as error:
         print(f"evalq: {error}", file=sys.stderr)
-        if verb == "run":
+        if verb in ("run", "sweep"):
             print(json.dumps({"exit_code": error.exit_code, "released": False, "error": str(error), "cells": []}))
         return error.exit_code
     except KeyboardInterrupt:
@@ -56,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
             "Run the same command again: tasks that were already scored are not scored again",
             file=sys.stderr,
         )
-        if verb == "run":
+        if verb in ("run", "sweep"):
             print(json.dumps({"exit_code": EXIT_INTERRUPTED, "released": False, "error": "interrupted", "cells": []}))
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -64,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         text = f"{error.filename or 'a file'} cannot be used ({error.strerror or error}); is the disk full or the folder not one?"
         print(f"evalq: {text}", file=sys.stderr)
-        if verb == "run":
+        if verb in ("run", "sweep"):
             print(json.dumps({"exit_code": EXIT_MEASUREMENT, "released": False, "error": text, "cells": []}))
         return EXIT_MEASUREMENT
     except Exception:
@@ -74,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
             "evalq: this is a defect of evalq, not a statement about the model; please report the trace above",
             file=sys.stderr,
         )
-        if verb == "run":
+        if verb in ("run", "sweep"):
             print(json.dumps({"exit_code": EXIT_MEASUREMENT, "released": False, "error": "defect", "cells": []}))
         return EXIT_MEASUREMENT
 

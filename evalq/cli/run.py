@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 from evalq.errors import EXIT_CONFIG, EXIT_PASS, ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from evalq.config import RunConfig
     from evalq.sweep import CellResult, SweepResult
 
 # Flags of Hydra that print and run nothing.
@@ -59,13 +62,25 @@ def main(argv: list[str]) -> int:
         if not any(argument.split("=")[0] in PRINTS for argument in argv):
             raise ConfigError("nothing was chosen to run: the lists or patterns of this sweep name no cell")
         return EXIT_PASS
+    return execute(configs, ["python", "-m", "evalq", *argv])
+
+
+def execute(configs: Sequence[RunConfig], argv: Sequence[str], kept: bool | None = None) -> int:
+    """Run the cells, show what came of them, end with one JSON line. `kept`: with state on disk; None = when there are several."""
+    from evalq.report.live import sweep_watcher
     from evalq.report.progress import watcher
     from evalq.sweep import run, summary
 
-    with watcher(configs[0].progress) as watch:
-        result = run(configs, watch)
+    several = len(configs) > 1 or kept
+    with (sweep_watcher if several else watcher)(configs[0].progress) as watch:
+        result = run(configs, watch, kept=kept, argv=argv)
     show(result)
-    print(json.dumps(summary(result)))
+    told = summary(result)
+    if several:
+        from evalq.cli.tradeoff import show_tradeoff
+
+        told["recommendations"] = show_tradeoff(result)
+    print(json.dumps(told))
     return result.exit_code
 
 
@@ -95,6 +110,12 @@ def show(result: SweepResult) -> None:
             console.print(f"{cell.name}: {cell.error}", markup=False, highlight=False)
         if cell.trace and cell.exit_code not in (2, 4) and len(result.cells) > 1:
             console.print(cell.trace, markup=False, highlight=False)
+    if result.folder:
+        left = len(result.cells) - result.done
+        again = f"; the same command runs the other {left}" if left else ""
+        console.print(
+            f"{result.done} of {len(result.cells)} cells done{again}; state in {result.folder}", highlight=False
+        )
     for message in result.messages:
         console.print(message, markup=False, highlight=False)
 

@@ -61,7 +61,20 @@ def parse(overrides: list[str]) -> Request:
             problems.append(f"{key!r} is no group or key: {nearest(key.split('.', 1)[0], known)}")
     if problems:
         raise ConfigError(*problems)
+    _take_lists(request)
     return request
+
+
+def _take_lists(request: Request) -> None:
+    """An experiment's own lists (hydra.sweeper.params) count for what the command line did not choose or set."""
+    for experiment in request.choices.get("experiment", []):
+        params = (_read("experiment", experiment)[0].get("hydra") or {}).get("sweeper", {}).get("params") or {}
+        for given, value in params.items():
+            key, text = str(given).lstrip("+"), ",".join(value) if isinstance(value, list) else str(value)
+            if key in GROUPS and key not in request.choices:
+                request.choices[key] = _names_of(key, text)
+            elif key not in GROUPS and key not in request.keys:
+                request.values.append((key, text))
 
 
 def _names_of(group: str, value: str) -> list[str]:
@@ -84,6 +97,7 @@ def compose(request: Request, cell: dict[str, str]) -> RunConfig:
     body: dict[str, Any] = {}
     if experiment:
         body, overridden = _read("experiment", experiment)
+        body.pop("hydra", None)
         chosen.update(overridden)
     chosen.update({group: name for group, name in cell.items() if group in GROUPS})
     _follow_overrides(chosen, cell)

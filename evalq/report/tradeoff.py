@@ -197,7 +197,7 @@ def _recommend(model: str, gpu: str, items: Sequence[Placed], workload: Workload
     candidates = [item for item in items if item.place == "front" and item.point.releasable]
     gains = {item.point.name: _gain(item.point, baseline) for item in candidates}
     best = max(candidates, key=lambda item: gains[item.point.name], default=None)
-    if best is None or gains[best.point.name] <= 1.0:
+    if best is None or gains[best.point.name] <= 1.0 + SPEED_NOISE:
         return Recommendation(model, gpu, baseline.name, _keep_baseline(model, gpu, items, best))
     return Recommendation(model, gpu, best.point.name, _ship(model, gpu, best, baseline, items, workload))
 

@@ -23,18 +23,18 @@ from typing import IO, Any, NoReturn
 
 import evalq
 from evalq.config import RunConfig
-from evalq.errors import EXIT_INTERRUPTED, ConfigError, EvalqError, MeasurementError
+from evalq.errors import EXIT_INTERRUPTED, ConfigError, MeasurementError
 from evalq.measure.launch import WORKER
 from evalq.measure.worker import die_with_parent
 from evalq.pipeline import identify, measure, prepare
 from evalq.records import from_mapping
+from evalq.report.live import tail
 from evalq.report.progress import QuietWatcher
 from evalq.sweep.jobs import failure_folder, known_error
 from evalq.tracking.manifest import this_process
 
 CELL = (sys.executable, "-P", "-m", "evalq.sweep.cell")
 LINE_EVERY_SECONDS = 2.0
-TAIL_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -71,24 +71,13 @@ class Relay(QuietWatcher):
         now = time.monotonic()
         if self.log_file is not None and now - self._last_line > LINE_EVERY_SECONDS:
             self._last_line = now
-            self.send("line", text=last_line(self.log_file))
+            self.send("line", text=tail(self.log_file))
 
     def scored(self, group: str, metrics: dict[str, Any]) -> None:
         self.send("scored", group=group, metrics=metrics)
 
     def say(self, text: str) -> None:
         self.send("say", text=text)
-
-
-def last_line(file: Path) -> str:
-    """The last line with something on it; empty when there is none."""
-    try:
-        with open(file, "rb") as stream:
-            stream.seek(max(0, file.stat().st_size - TAIL_BYTES))
-            lines = stream.read().decode("utf-8", "replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def main() -> int:
@@ -152,8 +141,6 @@ def _end_with_the_asking_side() -> None:
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 
-
-__all__ = ["CELL", "EvalqError", "Relay", "Request", "last_line", "main", "run"]
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from evalq.config import RunConfig, measured_part
 from evalq.errors import ConfigError, InfeasibleError
 from evalq.pipeline import Prepared, as_baseline, baseline_scheme, effective_scheme, prepare
+from evalq.plan.feasibility import require_feasible
 from evalq.sweep.results import CellResult
 
 
@@ -43,6 +44,10 @@ def check_cells(configs: Sequence[RunConfig], elsewhere: bool = False) -> Checke
             checked.results.append(result)
             continue
         result.config, result.is_baseline = cell.config, cell.is_baseline
+        result.error = _without_yardstick(cell)
+        if result.error is not None:
+            checked.results.append(result)
+            continue
         problems.extend(_misnamed(cell))
         key = cell_key(cell)
         if key in seen:
@@ -59,6 +64,17 @@ def check_cells(configs: Sequence[RunConfig], elsewhere: bool = False) -> Checke
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
     return checked
+
+
+def _without_yardstick(cell: Prepared) -> InfeasibleError | None:
+    """A scheme may fit where the unquantised model does not; then there is nothing to compare it with."""
+    if cell.is_baseline:
+        return None
+    try:
+        require_feasible(as_baseline(cell).config)
+    except InfeasibleError as error:
+        return InfeasibleError(f"its baseline cannot run: {error}")
+    return None
 
 
 def _name_of(result: CellResult, key: str, checked: Checked) -> str:

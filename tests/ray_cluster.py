@@ -1,0 +1,97 @@
+"""A Ray cluster of several machines that are all this one: `ray start` processes with declared resources, which can be killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+OBJECT_STORE_BYTES = 80 * 1024**2
+START_SECONDS = 90.0
+
+
+class Cluster:
+    """`machines` processes; each declares one of `resource`, and has a store and device locks of its own."""
+
+    def __init__(self, folder: Path, machines: int = 3, resource: str = "evalq_cpu") -> None:
+        self._folder = folder
+        self._resource = resource
+        self.machines: list[subprocess.Popen[bytes]] = []
+        self.homes = [folder / f"machine-{number}" for number in range(machines)]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._port}"
+
+    def __enter__(self) -> Self:
+        for number, home in enumerate(self.homes):
+            where = ["--head", f"--port={self._port}", "--include-dashboard=false"] if number == 0 else []
+            self._start(home, where or [f"--address={self.address}"])
+            self._wait_for_machines(number + 1)
+        return self
+
+    def _start(self, home: Path, where: list[str]) -> None:
+        home.mkdir(parents=True, exist_ok=True)
+        own = {"EVALQ_HOME": str(home), "EVALQ_LEASES": str(home / "leases"), "RAY_USAGE_STATS_ENABLED": "0"}
+        own["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+        command = [*RAY, "start", *where, "--block", "--num-cpus=2", f"--object-store-memory={OBJECT_STORE_BYTES}"]
+        command.append(f"--resources={json.dumps({self._resource: 1})}")
+        with open(home / "ray.log", "ab") as log:
+            self.machines.append(
+                subprocess.Popen(
+                    command,
+                    env={**os.environ, **own},
+                    stdout=log,
+                    stderr=log,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            )
+
+    def _wait_for_machines(self, count: int) -> None:
+        """Until so many machines have joined, as a process of its own sees it."""
+        code = (
+            "import ray, sys, json\n"
+            f"ray.init(address={self.address!r}, log_to_driver=False, logging_level='ERROR')\n"
+            "print(sum(n['Alive'] for n in ray.nodes()))"
+        )
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+            if done.returncode == 0 and int(done.stdout.split()[-1]) >= count:
+                return
+            time.sleep(0.5)
+        raise TimeoutError(f"{count} machines have not joined: {done.stderr[-800:]}")
+
+    def kill(self, number: int) -> list[int]:
+        """SIGKILL to everything of one machine, as if its power went; returns who was killed."""
+        victims = [
+            *psutil.Process(self.machines[number].pid).children(recursive=True),
+            psutil.Process(self.machines[number].pid),
+        ]
+        for process in victims:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
+        self.machines[number].wait()
+        return [process.pid for process in victims]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number in reversed(range(len(self.machines))):
+            if self.machines[number].poll() is None:
+                self.kill(number)
