@@ -1,8 +1,8 @@
 """A sweep that is killed at a chosen disk operation: `python kill_points.py CHECKPOINT FOLDER SEED POINTS`.
 
-Each point has a store of its own: a child process runs the sweep on stubs and kills itself with SIGKILL at its n-th fsync, rename or
-lock; the next child goes on, and every third one is killed once more. Prints one JSON line per point: where it died, how often each
-cell's worker started, and the records that are there at the end.
+Each point has a store of its own: a child process runs the sweep on stubs and kills itself with SIGKILL at its n-th fsync,
+rename or lock; the next child goes on, and every third one is killed once more. Prints one JSON line per point: where it died,
+how often each cell's worker started, and the records that are there at the end.
 """
 
 from __future__ import annotations

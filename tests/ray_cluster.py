@@ -18,7 +18,21 @@ import psutil
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 OBJECT_STORE_BYTES = 80 * 1024**2
-START_SECONDS = 90.0
+START_SECONDS = 300.0
+
+AGENTS = ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent", "metrics-export")
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody had a moment ago."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for free in sockets:
+            free.bind(("127.0.0.1", 0))
+        return [free.getsockname()[1] for free in sockets]
+    finally:
+        for free in sockets:
+            free.close()
 
 
 class Cluster:
@@ -29,26 +43,38 @@ class Cluster:
         self._resource = resource
         self.machines: list[subprocess.Popen[bytes]] = []
         self.homes = [folder / f"machine-{number}" for number in range(machines)]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
+        self._port = free_ports(1)[0]
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self._port}"
 
     def __enter__(self) -> Self:
-        for number, home in enumerate(self.homes):
-            where = ["--head", f"--port={self._port}", "--include-dashboard=false"] if number == 0 else []
-            self._start(home, where or [f"--address={self.address}"])
-            self._wait_for_machines(number + 1)
+        try:
+            for number, home in enumerate(self.homes):
+                where = ["--head", f"--port={self._port}", "--include-dashboard=false"] if number == 0 else []
+                self._start(home, where or [f"--address={self.address}"])
+                self._wait_for_machines(number + 1)
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def _start(self, home: Path, where: list[str]) -> None:
         home.mkdir(parents=True, exist_ok=True)
         own = {"EVALQ_HOME": str(home), "EVALQ_LEASES": str(home / "leases"), "RAY_USAGE_STATS_ENABLED": "0"}
-        own["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
-        command = [*RAY, "start", *where, "--block", "--num-cpus=2", f"--object-store-memory={OBJECT_STORE_BYTES}"]
+        # A busy machine takes longer than Ray's patience to start its own helpers.
+        own |= {"RAY_raylet_start_wait_time_s": "300", "RAY_agent_register_timeout_ms": "300000"}
+        own |= {"RAY_health_check_timeout_ms": "30000"}
+        command = [
+            *RAY,
+            "start",
+            *where,
+            "--block",
+            "--node-ip-address=127.0.0.1",
+            "--num-cpus=2",
+            f"--object-store-memory={OBJECT_STORE_BYTES}",
+        ]
         command.append(f"--resources={json.dumps({self._resource: 1})}")
         with open(home / "ray.log", "ab") as log:
             self.machines.append(
@@ -92,6 +118,9 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
         for number in reversed(range(len(self.machines))):
             if self.machines[number].poll() is None:
                 self.kill(number)

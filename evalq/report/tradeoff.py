@@ -198,7 +198,7 @@ def _recommend(model: str, gpu: str, items: Sequence[Placed], workload: Workload
     gains = {item.point.name: _gain(item.point, baseline) for item in candidates}
     best = max(candidates, key=lambda item: gains[item.point.name], default=None)
     if best is None or gains[best.point.name] <= 1.0 + SPEED_NOISE:
-        return Recommendation(model, gpu, baseline.name, _keep_baseline(model, gpu, items, best))
+        return Recommendation(model, gpu, baseline.name, _keep_baseline(model, gpu, items))
     return Recommendation(model, gpu, best.point.name, _ship(model, gpu, best, baseline, items, workload))
 
 
@@ -242,11 +242,15 @@ def _against(point: Point, baseline: Point, workload: Workload) -> str:
     return f"Against the baseline {' and '.join(text)}." if text else ""
 
 
-def _keep_baseline(model: str, gpu: str, items: Sequence[Placed], best: Placed | None) -> str:
+def _keep_baseline(model: str, gpu: str, items: Sequence[Placed]) -> str:
     undecided = [item.point.name for item in items if item.point.status == "INCONCLUSIVE"]
     unmeasured = [item.point.name for item in items if item.point.releasable and item.place == "unplaced"]
-    if best is not None:
-        why = f"{best.point.name} passes and saves neither memory nor time"
+    passing = [item.point.name for item in items if item.point.releasable and item.place != "unplaced"]
+    if passing:
+        many = len(passing) > 1
+        why = (
+            f"{_listed(passing)} {'pass and save' if many else 'passes and saves'} neither memory nor time worth having"
+        )
     elif unmeasured:
         why = f"{_listed(unmeasured)} pass, but memory or speed was not measured, so they cannot be placed"
     elif undecided:
