@@ -51,7 +51,7 @@ def run(tmp_path: Path, no_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, ce
     """run("fp8-kv", "w4a16", w4a16=act): a sweep with state on disk, stubs in this process."""
 
     def go(*schemes: str, watcher: Told | None = None, overrides: tuple[str, ...] = (), **acts: Any) -> Any:
-        command = plan_command(tmp_path / "stub", {"act": "record", "documents": 25}, **acts)
+        command = plan_command(tmp_path / "stub", {"act": "record"}, **acts)
         monkeypatch.setattr(pipeline, "run_worker", in_process(command))
         return sweep.run([cell_config(name, *overrides) for name in schemes], watcher or Told(), command)
 
@@ -191,7 +191,7 @@ def wait_for(there: Callable[[], Any], seconds: float = 90.0) -> Any:
 
 def started(tmp_path: Path, checkpoint: Path, *schemes: str, **acts: Any) -> subprocess.Popen[str]:
     """The command line as a process: two cells at once, each in a process of its own, stubs for engines."""
-    plan_command(tmp_path / "stub", {"act": "record", "documents": 25}, **acts)
+    plan_command(tmp_path / "stub", {"act": "record"}, **acts)
     arguments = [f"+quant={','.join(schemes)}", "+model=smollm2-135m", "gpu=cpu", "tracking=off", "executor.workers=2"]
     return subprocess.Popen(
         [sys.executable, str(TESTS / "stub_cli.py"), str(checkpoint), str(tmp_path / "stub" / "plan.json"), "sweep",
@@ -254,7 +254,7 @@ def test_cell_processes_measure_what_the_asking_process_would(
     tmp_path: Path, cell_config: Any, no_checkpoint: Path
 ) -> None:
     """The key that a cell's own process computes is that of this one: a sweep may go on with another number of workers."""
-    command = plan_command(tmp_path / "stub", {"act": "record", "documents": 25})
+    command = plan_command(tmp_path / "stub", {"act": "record"})
     cells = [cell_config(name, "executor.workers=2") for name in ("fp8-kv", "w4a16")]
     sweep.run(cells, Told(), command, cell_command(no_checkpoint))
     keys = {read_record(f).reuse_key for f in (tmp_path / "root" / "records").glob("[!.]*/record.json")}
