@@ -14,10 +14,13 @@ import argparse
 import sys
 from pathlib import Path
 
+from evalq.config import GateConfig
 from evalq.errors import EvalqError, RecordError
 from evalq.judge import kv
 from evalq.judge.paired import as_increase, ratio
-from evalq.judge.pairs import Tables, document_pairs
+from evalq.judge.pairs import DocumentPairs, Tables, document_pairs
+from evalq.judge.perplexity import perplexity_check
+from evalq.judge.policy import checked_policy
 from evalq.kvrecord import is_quantised_kv
 from evalq.records import RECORD_FILE, VERDICT_FILE, Estimate, Record, read_record, read_verdict
 from evalq.report.kv import heat_map, markdown_table, needle_table, sensitivity_lines
@@ -85,7 +88,7 @@ def answers(sides: list[Side]) -> list[tuple[str, str, object]]:
 def compared(sides: list[Side]) -> list[tuple[Side, Side]]:
     """Each candidate with KV measurements beside the baseline that was measured alike; the baseline against itself too."""
     measured = [side for side in sides if side[0].kv is not None and side[0].kv.decode is not None]
-    baselines = {side[0].fingerprint.get("kv"): side for side in measured if side[0].cell.is_baseline}
+    baselines = {side[0].fingerprint.get("kv"): side for side in reversed(measured) if side[0].cell.is_baseline}
     pairs = []
     for side in measured:
         baseline = baselines.get(side[0].fingerprint.get("kv"))
@@ -96,11 +99,21 @@ def compared(sides: list[Side]) -> list[tuple[Side, Side]]:
 
 def per_word(baseline: Side, candidate: Side, part: kv.PathPairs | None) -> Estimate | None:
     """Increase of word perplexity with its interval: of the whole documents, or of some of their tokens."""
-    words = document_pairs(*(Tables.read(*side) for side in (baseline, candidate)), "wikitext")
+    words = words_of(baseline, candidate)
     documents = words if part is None else kv.as_documents(part, words)
     found = ratio(documents.d, documents.counts["words"])
     low, high = found.interval(CONFIDENCE)
     return as_increase("word_perplexity", found.value, low, high, CONFIDENCE, len(documents.d), found.method)
+
+
+def words_of(baseline: Side, candidate: Side) -> DocumentPairs:
+    """The perplexity task's documents, matched."""
+    return document_pairs(*(Tables.read(*side) for side in (baseline, candidate)), "wikitext")
+
+
+def name_of(record: Record) -> str:
+    """The scheme; a second measurement of the baseline says so."""
+    return f"{record.cell.quant} (A/A)" if record.cell.is_baseline else record.cell.quant
 
 
 def paths(pairs: list[tuple[Side, Side]]) -> list[str]:
@@ -109,18 +122,22 @@ def paths(pairs: list[tuple[Side, Side]]) -> list[str]:
         record, folder = candidate
         decode = kv.path_pairs(baseline, candidate, "decode")
         same = kv.prefill_of(baseline, candidate, decode)
+        check = perplexity_check(
+            kv.as_documents(decode, words_of(baseline, candidate)), checked_policy(GateConfig()), None
+        )
         verdict = read_verdict(folder) if (folder / VERDICT_FILE).is_file() else None
         prefill = per_word(baseline, candidate, None)
         perplexity = record.tasks["wikitext"].metrics.get("word_perplexity")
         rows.append(
             [
-                record.cell.quant,
+                name_of(record),
                 f"{perplexity:.4f}" if perplexity is not None else "-",
                 interval(prefill),
                 interval(per_word(baseline, candidate, same)) if same is not None else "-",
                 interval(per_word(baseline, candidate, decode)),
                 f"{decode.kld.mean():.2e}",
                 str(len(decode.kld)),
+                check.status,
                 size(record.ledger.kv_bytes_per_token if record.ledger else None),
                 verdict_word(verdict) if verdict else "-",
             ]
@@ -133,7 +150,7 @@ def paths(pairs: list[tuple[Side, Side]]) -> list[str]:
         "prefill, the decode path's tokens",
         "decode path",
     ]
-    head += ["KL decode, nats", "tokens", "KV per token", "verdict"]
+    head += ["KL decode, nats", "tokens", "decode path by the default policy", "KV per token", "verdict"]
     return [
         "## Prefill and decode path", "",
         f"Baseline: word perplexity {yardstick.metrics.get('word_perplexity'):.4f}, {yardstick.dataset}, {yardstick.n} documents.",
@@ -153,7 +170,7 @@ def positions(pairs: list[tuple[Side, Side]]) -> list[str]:
             for bucket in found:
                 rows.append(
                     [
-                        candidate[0].cell.quant,
+                        name_of(candidate[0]),
                         f"{bucket.low} to {bucket.high - 1}",
                         str(bucket.tokens),
                         f"{bucket.baseline_perplexity:.3f}",
@@ -182,11 +199,11 @@ def needles(pairs: list[tuple[Side, Side]], out: Path) -> list[str]:
             continue
         if not grids:
             grids.append((baseline[0].cell.quant, kv.needle_grid(baseline)))
-        grids.append((candidate[0].cell.quant, kv.needle_grid(candidate)))
+        grids.append((name_of(candidate[0]), kv.needle_grid(candidate)))
         found = kv.needle_pairs(baseline, candidate).values
         test = kv.mcnemar(found.baseline, found.candidate)
         lines.append(
-            f"- {candidate[0].cell.quant}: {found.baseline.mean():.1%} to {found.candidate.mean():.1%} of {len(found.baseline)}; "
+            f"- {name_of(candidate[0])}: {found.baseline.mean():.1%} to {found.candidate.mean():.1%} of {len(found.baseline)}; "
             f"{test.lost} lost, {test.won} won, McNemar p={test.p_two_sided:.3g}"
         )
     if not grids:
@@ -202,7 +219,7 @@ def continuations(pairs: list[tuple[Side, Side]]) -> list[str]:
             found = kv.divergence(baseline, candidate)
             median = f"{sorted(found.first.tolist())[len(found.first) // 2]}"
             loops = f"{found.baseline_loops} / {found.candidate_loops}"
-            rows.append([candidate[0].cell.quant, str(len(found.first)), median, f"{found.identical:.1%}", loops])
+            rows.append([name_of(candidate[0]), str(len(found.first)), median, f"{found.identical:.1%}", loops])
     if not rows:
         return []
     head = ["scheme", "prompts", "first different token (median)", "identical to the end", "loops, baseline / scheme"]
