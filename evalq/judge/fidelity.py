@@ -119,7 +119,7 @@ def _partition_kld(first: pa.Table, second: pa.Table, logprobs: list[Floats]) ->
     kld, covered = np.zeros(len(first)), np.zeros(len(first))
     for part in _chunks(len(first)):
         sides = [
-            _known(table.slice(part.start, part.stop - part.start), lp[part])
+            known_cells(table.slice(part.start, part.stop - part.start), lp[part])
             for table, lp in ((first, logprobs[0]), (second, logprobs[1]))
         ]
         kld[part], covered[part] = partition_kld(*sides[0], *sides[1])
@@ -131,7 +131,7 @@ def _chunks(n: int) -> Iterator[slice]:
         yield slice(start, min(start + CHUNK, n))
 
 
-def _known(table: pa.Table, logprob: Floats) -> tuple[NDArray[np.int64], Floats]:
+def known_cells(table: pa.Table, logprob: Floats) -> tuple[NDArray[np.int64], Floats]:
     """Known ids and log-probabilities: the correct token, then the top k (or the first); id -1 pads; (tokens, m)."""
     target = np.asarray(table.column("token_id").to_numpy(), np.int64)[:, None]
     ids, values = _top(table)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evalq.errors import RecordError
-from evalq.judge.fidelity import partition_kld
+from evalq.judge.fidelity import CHUNK, known_cells, partition_kld
 from evalq.judge.paired import Floats, as_increase, ratio
 from evalq.judge.pairs import DocumentPairs, ItemPairs
 from evalq.judge.perplexity import perplexity_check
@@ -160,14 +160,12 @@ def path_pairs(baseline: tuple[Record, Path], candidate: tuple[Record, Path], pa
             )
     nll = [-_floats(table, "logprob", path) for table in (first, second)]
     return PathPairs(
-        documents=np.asarray(first.column("doc_id").to_pylist(), np.int64),
-        context=np.asarray(first.column("window_position").to_pylist(), np.int64),
+        documents=_numbers(first, "doc_id"),
+        context=_numbers(first, "window_position"),
         baseline_nll=nll[0],
         candidate_nll=nll[1],
-        kld=_divergence(first, second),
-        same_top1=np.asarray(
-            [float(a == b) for a, b in zip(*(t.column("top1_id").to_pylist() for t in (first, second)), strict=True)]
-        ),
+        kld=_divergence(first, second, [-side for side in nll]),
+        same_top1=(_numbers(first, "top1_id") == _numbers(second, "top1_id")).astype(np.float64),
     )
 
 
@@ -186,33 +184,27 @@ def _rows(side: tuple[Record, Path], name: str, path: str | None = None) -> pa.T
     return table.sort_by([("doc_id", "ascending"), ("window_position", "ascending")])
 
 
+def _numbers(table: pa.Table, name: str) -> NDArray[np.int64]:
+    return np.asarray(table.column(name).to_numpy(zero_copy_only=False), np.int64)
+
+
 def _floats(table: pa.Table, name: str, path: str) -> Floats:
-    values = np.asarray(table.column(name).to_pylist(), np.float64)
+    values = np.asarray(table.column(name).to_numpy(zero_copy_only=False), np.float64)
     if not np.isfinite(values).all():
         raise RecordError(f"{int((~np.isfinite(values)).sum())} values of {name} on the path {path} are not finite")
     return values
 
 
-def _divergence(first: pa.Table, second: pa.Table) -> Floats:
-    """KL(baseline || candidate) over what both know, (tokens,); 0 where only the scored token is known."""
-    sides = []
-    for table in (first, second):
-        ids = [
-            [target, *(i for i in top or [] if i != target)] for target, top in _columns(table, "token_id", "topk_ids")
-        ]
-        logs = [
-            [own, *(v for i, v in zip(top or [], values or [], strict=True) if i != target)]
-            for target, own, top, values in _columns(table, "token_id", "logprob", "topk_ids", "topk_logprobs")
-        ]
-        width = max(map(len, ids))
-        padded_ids, padded_logs = np.full((len(ids), width), -1, np.int64), np.full((len(ids), width), -np.inf)
-        for row, (some, values) in enumerate(zip(ids, logs, strict=True)):
-            padded_ids[row, : len(some)], padded_logs[row, : len(some)] = some, values
-        sides.append((padded_ids, padded_logs))
+def _divergence(first: pa.Table, second: pa.Table, logprobs: list[Floats]) -> Floats:
+    """KL(baseline || candidate) over what both know, a lower bound; (tokens,)."""
     kld = np.zeros(len(first))
-    for start in range(0, len(first), 8192):
-        part = slice(start, start + 8192)
-        kld[part], _ = partition_kld(sides[0][0][part], sides[0][1][part], sides[1][0][part], sides[1][1][part])
+    for start in range(0, len(first), CHUNK):
+        part = slice(start, start + CHUNK)
+        sides = [
+            known_cells(table.slice(start, CHUNK), lp[part])
+            for table, lp in zip((first, second), logprobs, strict=True)
+        ]
+        kld[part], _ = partition_kld(*sides[0], *sides[1])
     return kld
 
 

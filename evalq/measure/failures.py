@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 
 from evalq.errors import EvalqError, InfeasibleError, MeasurementError
 from evalq.plan.feasibility import explain
@@ -37,7 +38,7 @@ KNOWN: tuple[tuple[str, str, str], ...] = (
     (r"no space left on device|disk quota", "disk", "free some space and run it again"),
     (
         r"not supported|unsupported|does not support|notimplementederror|compute capability|not available on your device|"
-        r"unknown quantization|invalid kv.?cache dtype|no .* backend",
+        r"unknown quantization|invalid kv.?cache dtype|no .* backend|assert self\.kv_cache_dtype in",
         "unsupported",
         "choose a scheme that this device and engine support; evalq plan shows which",
     ),
@@ -58,7 +59,7 @@ def classify(error: BaseException, stage: str) -> EvalqError:
     """The evalq error for an engine's exception; unsupported schemes are infeasible, all else failed to measure."""
     if isinstance(error, EvalqError):
         return error
-    text = " | ".join(f"{type(e).__name__}: {e}" for e in causes(error))
+    text = " | ".join(f"{type(e).__name__}: {said(e)}" for e in causes(error))
     kind, remedy = classify_text(text)
     rules = explain(text)
     if rules:
@@ -66,6 +67,15 @@ def classify(error: BaseException, stage: str) -> EvalqError:
         remedy = f"rule {rules[0].rule}: {rules[0].remedy}"
     message = f"the engine failed at {stage}: {_first_line(error)}; {remedy}"
     return InfeasibleError(message) if kind == "unsupported" else MeasurementError(message, kind)
+
+
+def said(error: BaseException) -> str:
+    """What an error says; of an assertion without words, the line of source that failed."""
+    text = str(error)
+    if text or not isinstance(error, AssertionError):
+        return text
+    frames = traceback.extract_tb(error.__traceback__)
+    return (frames[-1].line or "") if frames else ""
 
 
 def classify_text(text: str) -> tuple[str, str]:
@@ -79,7 +89,7 @@ def classify_text(text: str) -> tuple[str, str]:
 def _first_line(error: BaseException, limit: int = 300) -> str:
     """The first line that says something, of the innermost cause that has one."""
     for candidate in reversed(causes(error)):
-        for line in str(candidate).splitlines():
+        for line in said(candidate).splitlines():
             if line.strip():
                 return f"{type(candidate).__name__}: {line.strip()[:limit]}"
     return type(error).__name__

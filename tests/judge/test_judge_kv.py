@@ -16,7 +16,7 @@ from evalq.errors import RecordError
 from evalq.judge import kv
 from evalq.judge.gate import judge
 from evalq.kvrecord import DecodeScore, GenerationScore, KvReport, LongScore, NeedleScore, Sensitivity
-from evalq.records import Record, Verdict, from_mapping, parse_json, to_json, write_record
+from evalq.records import Record, Verdict, from_mapping, parse_json, to_json, token_schema, write_record
 
 FP8 = dataclasses.replace(rb.APPLIED, kv_dtype_requested="fp8_e4m3", kv_dtype_effective="fp8_e4m3 (uint8)")
 SMALL = dataclasses.replace(rb.LEDGER, kv_bytes_per_token=48)
@@ -157,7 +157,7 @@ def test_divergence_is_worked_by_hand(tmp_path: Path) -> None:
     two = pa.Table.from_pylist([{**one.to_pylist()[0], "logprob": -4.0}])
     p, q = np.exp([-3.0, -1.0, -2.0]), np.exp([-4.0, -1.0, -2.0])
     expected = p[0] * 1.0 + (1 - p.sum()) * np.log((1 - p.sum()) / (1 - q.sum()))
-    found = kv._divergence(one, two)
+    found = kv._divergence(one, two, [np.array([-3.0]), np.array([-4.0])])
     assert found[0] == pytest.approx(expected, rel=1e-6)
 
 
@@ -228,7 +228,7 @@ def test_prefill_scores_of_the_same_tokens(tmp_path: Path) -> None:
              "exact_kld_nats": None}
             for doc in range(DOCUMENTS) for p in range(90, 150)
         ]  # fmt: skip
-        return pa.Table.from_pylist(rows)
+        return pa.Table.from_pylist(rows, schema=token_schema())
 
     tables = [{"kv_tokens": token_table(3.0), "tokens": tokens(shift)} for shift in (0.0, 0.01)]
     first, second = side(tmp_path, "baseline", tables[0]), side(tmp_path, "cand", tables[1])

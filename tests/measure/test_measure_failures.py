@@ -105,3 +105,21 @@ def test_device_that_becomes_free_is_waited_for(monkeypatch: pytest.MonkeyPatch)
 def test_small_share_fits_beside_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
     smi(monkeypatch, "40000, 80000\n")
     device.check_device_clean(0.5, wait_seconds=0.0)
+
+
+def test_assertion_without_words_is_told_by_its_line() -> None:
+    """Seen: vLLM 0.26 on an H200 takes an E5M2 cache as an argument and then asserts that it is another one."""
+
+    class Layer:
+        kv_cache_dtype = "fp8_e5m2"
+
+        def forward(self) -> None:
+            assert self.kv_cache_dtype in {"fp8", "fp8_e4m3", "nvfp4"}
+
+    with pytest.raises(AssertionError) as caught:
+        Layer().forward()
+    plain = AssertionError()
+    plain.__traceback__ = caught.value.__traceback__  # pytest writes words into its own assertions
+    found = classify(plain, "start")
+    assert isinstance(found, InfeasibleError)
+    assert 'assert self.kv_cache_dtype in {"fp8"' in str(found)
