@@ -23,7 +23,7 @@ from evalq.report.page.view import Candidate, Causes, Group, StudyView
 from evalq.study.cache import cache_of
 from evalq.study.causes import find_causes
 from evalq.study.claims import claims_of
-from evalq.study.gather import Bundle, Found, bundle, read_all
+from evalq.study.gather import Bundle, Found, brief, bundle, read_all
 from evalq.study.tradeoff import placed_cells, recommendation
 
 
@@ -84,7 +84,7 @@ def _floor(home: Bundle, gate: GateConfig, notes: list[str]) -> Estimate | None:
             return aa_floor(base.record, base.folder, again.record, again.folder, gate.metric, gate.confidence)
         return read_floor(base.folder.parent, base.record, gate.metric)
     except EvalqError as error:
-        notes.append(f"no A/A floor: {error}")
+        notes.append(f"no A/A floor: {brief(error, base.folder)}")
         return None
 
 
@@ -128,7 +128,7 @@ def _candidate(one: Found, baseline: Found | None, verdict: Verdict | None) -> C
         same_baseline = one.record.divergence_from == baseline.record.reuse_key
         found = fidelity(token_pairs(tables[0], tables[1], exact=same_baseline))
     except RecordError as error:
-        return dataclasses.replace(made, notes=[f"no fidelity: {error}"])
+        return dataclasses.replace(made, notes=[f"no fidelity: {brief(error, baseline.folder, one.folder)}"])
     return dataclasses.replace(made, fidelity=found.estimates, buckets=found.buckets)
 
 

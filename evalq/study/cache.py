@@ -8,6 +8,7 @@ from evalq.errors import RecordError
 from evalq.judge.kv import needle_grid, path_pairs, position_buckets
 from evalq.records import Record
 from evalq.report.page.view import CacheView, PathBucket
+from evalq.study.gather import brief
 
 Place = tuple[Record, Path]
 PATHS = ("decode", "long")
@@ -33,7 +34,7 @@ def _buckets(baseline: Place, candidate: Place, path: str, confidence: float, mi
     try:
         found = position_buckets(path_pairs(baseline, candidate, path), confidence)
     except RecordError as error:
-        missing.append(str(error))
+        missing.append(brief(error, baseline[1], candidate[1]))
         return []
     return [PathBucket(b.low, b.high - 1, b.tokens, b.increase, b.mean_kld, b.same_top1) for b in found]
 
@@ -45,5 +46,5 @@ def _grid(side: Place, missing: list[str]) -> dict[tuple[int, int], tuple[int, i
     try:
         return needle_grid(side)
     except RecordError as error:
-        missing.append(str(error))
+        missing.append(brief(error, side[1]))
         return {}

@@ -13,6 +13,7 @@ from evalq.errors import RecordError
 from evalq.judge.fidelity import TokenPairs, token_pairs
 from evalq.records import Record, read_table
 from evalq.report.page.view import Causes, DocumentChange, ItemChange, TokenChange
+from evalq.study.gather import brief
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,7 +42,7 @@ def _table(place: Place, name: str, missing: list[str]) -> pa.Table | None:
     try:
         return read_table(place[1], place[0], name)
     except RecordError as error:
-        missing.append(str(error))
+        missing.append(brief(error, place[1]))
         return None
 
 
@@ -202,7 +203,7 @@ def _tokens(found: Causes, baseline: Place, candidate: Place, limit: int, task: 
     try:
         pairs = token_pairs(*tables, exact=same_baseline and whole)
     except RecordError as error:
-        found.missing.append(str(error))
+        found.missing.append(brief(error, baseline[1], candidate[1]))
         return
     keys = [(name, "ascending") for name in ("task", "doc_id", "position")]
     sorted_tables = tables[0].sort_by(keys), tables[1].sort_by(keys)

@@ -31,6 +31,14 @@ class Bundle:
     candidates: list[Found] = field(default_factory=list)
 
 
+def brief(error: Exception, *folders: Path) -> str:
+    """An error's sentence with names in place of absolute paths: a report travels, and where it was made is nobody's business."""
+    text = str(error)
+    for folder in folders:
+        text = text.replace(str(folder), folder.name)
+    return text
+
+
 def record_folders(place: Path) -> list[Path]:
     """The record folders at or under a folder; hidden folders (work in progress) are none."""
     if (place / RECORD_FILE).is_file():
@@ -46,7 +54,7 @@ def read_all(folders: Iterable[Path], notes: list[str]) -> list[Found]:
         try:
             record = read_record(folder)
         except RecordError as error:
-            notes.append(f"left out: {error}")
+            notes.append(f"left out: {brief(error, folder)}")
             continue
         found.setdefault(record.record_id, Found(record, folder, _verdict_beside(folder, record, notes)))
     if not found:
@@ -61,7 +69,7 @@ def _verdict_beside(folder: Path, record: Record, notes: list[str]) -> Verdict |
     try:
         verdict = read_verdict(folder)
     except RecordError as error:
-        notes.append(f"verdict not believed: {error}")
+        notes.append(f"verdict not believed: {brief(error, folder)}")
         return None
     problem = contradiction(verdict)
     if verdict.candidate_id != record.record_id:

@@ -78,6 +78,17 @@ def test_random_weights_are_measured_and_never_judged(study: Path, tmp_path: Pat
     assert "1 not judged" in text
 
 
+def test_no_path_of_the_machine_is_in_the_report(study: Path, tmp_path: Path) -> None:
+    (study / "fp8-kv" / "tokens.parquet").unlink()
+    (study / "fp8-weights" / "record.json").write_text("{")
+    (study / "w4a16" / "verdict.json").write_text("{")
+    assert main(["report", str(study), "--out", str(tmp_path / "out")]) == 0
+    for name in ("index.html", "report.md"):
+        text = (tmp_path / "out" / name).read_text()
+        assert "tokens.parquet is missing" in text
+        assert str(tmp_path) not in text
+
+
 @pytest.mark.parametrize("what", ["empty", "nowhere"])
 def test_nothing_to_report_is_one_sentence(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
