@@ -204,16 +204,47 @@ class KvConfig:
 
 
 @dataclass
+class HealthConfig:
+    """Limits that the device's sensors are held against in the measured windows; shares of 1 (the source articles')."""
+
+    interval_seconds: float = 0.5  # between two samples
+    memory_swing_target: float = 0.05  # memory in use: (highest - lowest) / mean; above it a warning
+    memory_swing_limit: float = 0.15  # above it bad
+    compute_busy: float = 0.70  # of the time; below it bad
+    bandwidth_busy: float = 0.60  # of the memory's bandwidth; below it bad
+    gpu_difference: float = 0.10  # between the busiest and the idlest GPU; above it bad
+    transfer_busy: float = 0.80  # of the host link under KV offload; below it, the link is not what limits
+
+
+@dataclass
 class LoadConfig:
-    """A first throughput figure: fixed lengths, warm-up outside the window."""
+    """What the engine is loaded with: fixed lengths, levels of concurrency or rate, or a trace; warm-up outside the window."""
 
     name: str = "smoke"
     enabled: bool = True
-    requests: int = 16
+    kind: str = "offline"  # offline (all at once) | ladder (closed loop) | rate (open loop, Poisson) | trace
+    start: str = "scoring"  # scoring (the engine start of the quality figures) | serving (vllm serve, over HTTP)
+    requests: int = 16  # of each level, at least
+    waves: int = 0  # ladder: a level has at least this many requests per slot of its concurrency
     input_tokens: int = 64
     output_tokens: int = 32
     repeats: int = 3
     warmup_requests: int = 4
+    concurrencies: list[int] = field(default_factory=list)  # ladder: requests under way at a time, one level each
+    peak_requests: int = 0  # serving start: one more level with this many requests all at once; 0 = none
+    rates: list[float] = field(default_factory=list)  # rate: requests per second, one level each
+    trace: str | None = None  # CSV of TIMESTAMP,ContextTokens,GeneratedTokens; relative to data.root or $EVALQ_DATA
+    trace_speed: float = 1.0  # the trace's seconds are divided by this
+    trace_length_scale: float = 1.0  # the trace's token counts are multiplied by this (at least 1 token)
+    slo: dict[str, float] = field(
+        default_factory=dict
+    )  # ttft_seconds, tpot_seconds, latency_seconds: what counts as good
+    rounds: int = 1  # a sweep measures its cells this many times, every other time in reverse (A B B A)
+    cold_start: bool = False  # serving start: start twice from empty compile caches, for start-up seconds cold and warm
+    allow_shared: bool = (
+        False  # true: other programs on the GPU are no reason to refuse; the figures may then mean nothing
+    )
+    health: HealthConfig = field(default_factory=HealthConfig)
 
 
 @dataclass
@@ -428,6 +459,7 @@ def check(config: RunConfig) -> None:
         *_check_search(config.search),
         *_check_executor(config.executor),
         *_check_kv(config.kv),
+        *_check_load(config.load),
         *check_gate(config.gate),
     ]
     if problems:
@@ -521,6 +553,10 @@ def _check_numbers(config: RunConfig) -> list[str]:
         "load.input_tokens": config.load.input_tokens,
         "load.output_tokens": config.load.output_tokens,
         "load.repeats": config.load.repeats,
+        "load.rounds": config.load.rounds,
+        "load.trace_speed": config.load.trace_speed,
+        "load.trace_length_scale": config.load.trace_length_scale,
+        "load.health.interval_seconds": config.load.health.interval_seconds,
         "tracking.timeout_seconds": config.tracking.timeout_seconds,
         "tracking.finish_limit_seconds": config.tracking.finish_limit_seconds,
     }
@@ -652,6 +688,40 @@ def _check_kv(kv: KvConfig) -> list[str]:
         )
     if any(not 0 <= depth <= 100 for depth in kv.needle_depths):
         problems.append(f"kv.needle_depths={list(kv.needle_depths)} must lie between 0 and 100 percent")
+    return problems
+
+
+LOAD_KINDS = ("offline", "ladder", "rate", "trace")
+LOAD_STARTS = ("scoring", "serving")
+SLO_KEYS = ("ttft_seconds", "tpot_seconds", "latency_seconds")
+
+
+def _check_load(load: LoadConfig) -> list[str]:
+    """A load that is switched off is not looked at."""
+    if not load.enabled:
+        return []
+    problems = []
+    for name, given, allowed in (("kind", load.kind, LOAD_KINDS), ("start", load.start, LOAD_STARTS)):
+        if given not in allowed:
+            problems.append(f"load.{name}={given!r}: {nearest(given, allowed)}")
+    problems += [f"load.slo.{key} is no figure; {nearest(key, SLO_KEYS)}" for key in load.slo if key not in SLO_KEYS]
+    if load.start == "scoring" and load.kind != "offline":
+        problems.append(f"load.kind={load.kind} has arrival times, which only load.start=serving can keep; choose that")
+    if load.start == "scoring" and (load.rounds > 1 or load.cold_start):
+        problems.append("load.rounds and load.cold_start start the engine again, as only load.start=serving can")
+    if load.start == "scoring" and load.peak_requests:
+        problems.append("load.peak_requests is a level of load.start=serving; use load.requests")
+    if load.kind in ("ladder", "rate"):
+        key = "concurrencies" if load.kind == "ladder" else "rates"
+        values: list[float] = list(load.concurrencies if load.kind == "ladder" else load.rates)
+        if not values or not all(math.isfinite(value) and value > 0 for value in values):
+            problems.append(f"load.{key}={values} must be a list of numbers above 0, e.g. [1, 10, 100]")
+        if len(set(values)) != len(values):
+            problems.append(f"load.{key}={values} names a level twice")
+    if load.kind == "trace" and not load.trace:
+        problems.append("load.kind=trace needs load.trace=FILE.csv with TIMESTAMP,ContextTokens,GeneratedTokens")
+    if min(load.warmup_requests, load.waves, load.peak_requests) < 0:
+        problems.append("load.warmup_requests, load.waves and load.peak_requests must be 0 or more")
     return problems
 
 

@@ -16,10 +16,10 @@ import platform
 import secrets
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from evalq.config import GateConfig, QuantConfig, RunConfig, config_hash, needs_calibration
 from evalq.errors import ConfigError, EvalqError, InfeasibleError, MeasurementError, MissingExtraError, RecordError
@@ -27,8 +27,8 @@ from evalq.facts.gpus import detect, gpu_facts
 from evalq.judge.seal import seal, seal_key, why_unsealed
 from evalq.kvrecord import NEEDLE_ANSWER_TOKENS, is_quantised_kv
 from evalq.measure import data
-from evalq.measure.cells import CellLock, find_baseline, find_hinted, keep_record
-from evalq.measure.device import check_device_clean
+from evalq.measure.cells import CellLock, find_baseline, find_hinted, find_unfinished, keep_record
+from evalq.measure.device import check_device_alone, check_device_clean
 from evalq.measure.hidden import GIB, has_store, require_room, store_folder
 from evalq.measure.launch import WORKER, Watcher, run_worker
 from evalq.measure.lease import leased
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from evalq.quantize.calibration import CalibrationText
 
 Progress = Callable[[int, int, str], None]
+T = TypeVar("T")
 SCORING_VERSION = "1"  # raise when scores of the same input change, so that stored baselines are measured anew
 
 
@@ -160,14 +161,17 @@ def _kv_advice(config: RunConfig) -> list[str]:
 
 def _check_lengths(config: RunConfig) -> None:
     """Every sequence of the run must fit the engine, before the first of them is scored. Errors: ConfigError."""
+    from evalq.facts.models import facts_of
     from evalq.measure.engine import MARGIN_TOKENS
+    from evalq.measure.load import longest_request
 
     tasks, load = config.tasks, config.load
+    on_scoring_start = load.enabled and load.start == "scoring"
     wanted = {
         "tasks.perplexity_window": tasks.perplexity_window + 1,  # the engine generates one token after what it scores
         "tasks.choice_window": tasks.choice_window + 1,
         **_kv_lengths(config),
-        "load.input_tokens + load.output_tokens": load.input_tokens + load.output_tokens if load.enabled else 0,
+        "load.input_tokens + load.output_tokens": longest_request(config) if on_scoring_start else 0,
     }
     length = config.engine.max_model_len or max(tasks.perplexity_window, tasks.choice_window) + MARGIN_TOKENS
     problems = [
@@ -175,6 +179,13 @@ def _check_lengths(config: RunConfig) -> None:
         for name, count in wanted.items()
         if count > length
     ]
+    served, positions = longest_request(config), facts_of(config.model).max_positions
+    longest = min(filter(None, (config.engine.max_model_len, positions)), default=served)
+    if load.enabled and not on_scoring_start and served > longest:
+        problems.append(
+            f"load {load.name} has requests of {served} tokens and the longest that {config.model.name} takes here is "
+            f"{longest}; lower load.input_tokens"
+        )
     if problems:
         raise ConfigError(*problems)
 
@@ -346,7 +357,8 @@ def identify(cell: Prepared, watcher: Watcher) -> Identified:
 def stored_record(cell: Prepared, known: Identified, since: float | None, hint: str = "") -> Measured | None:
     """The stored record of this very measurement: record `hint`, else the newest made at or after `since` (Unix seconds)."""
     if since is None:
-        return None
+        cut_off = find_unfinished(cell.places.records, known.key)
+        return Measured(*cut_off, reused=True) if cut_off and _is_trusted(cut_off[1]) else None
     hidden = hidden_folder(cell, known.identity)
     if cell.is_baseline and hidden is not None and not has_store(hidden):
         return None  # its hidden states are wanted, and they are not there
@@ -398,13 +410,27 @@ def _measure_anew(
     cell: Prepared, known: Identified, record_id: str, watcher: Watcher, command: Sequence[str]
 ) -> Measured:
     """The measurement itself, with its devices to itself."""
-    from evalq.quantize.calibrated import calibration_of
-
     hidden = hidden_folder(cell, known.identity)
     if hidden is not None and cell.is_baseline:
         require_room(hidden, round(cell.config.tasks.divergence_store_gib * GIB))
     checkpoint = cell_checkpoint(cell, known.source, watcher)
-    spec = WorkerSpec(
+    spec = worker_spec(cell, known, checkpoint, known.work, record_id)
+    limits = (cell.config.engine.start_timeout_seconds, cell.config.engine.stall_timeout_seconds)
+    with devices(cell, watcher):
+        record = past_busy_port(lambda: run_worker(spec, watcher, *limits, command), watcher)
+    folder = keep_record(cell.places.records, known.work, record, composed_yaml(cell.config))
+    secret = seal_key()
+    if secret is not None:
+        seal(folder, secret)
+    return Measured(record, folder, reused=False)
+
+
+def worker_spec(cell: Prepared, known: Identified, checkpoint: Path, work: Path, record_id: str) -> WorkerSpec:
+    """What the worker is told; its run id proves later that the answer is to this request."""
+    from evalq.quantize.calibrated import calibration_of
+
+    hidden = hidden_folder(cell, known.identity)
+    return WorkerSpec(
         run_id=secrets.token_hex(16),
         record_id=record_id,
         cell=cell_names(cell),
@@ -414,7 +440,7 @@ def _measure_anew(
         identity=known.identity,
         config_hash=config_hash(cell.config),
         reuse_key=known.key,
-        work_dir=str(known.work),
+        work_dir=str(work),
         is_cpu=cell.is_cpu,
         predicted=cell.predicted,
         calibration=calibration_of(checkpoint),
@@ -424,15 +450,6 @@ def _measure_anew(
         baseline_checkpoint=str(known.source),
         store_dir=str(cell.places.records),
     )
-    with _devices(cell, watcher) as gpus:
-        if not cell.is_cpu:
-            check_device_clean(cell.config.gpu.memory_utilization, ids=gpus or None)
-        record = _run_past_busy_port(spec, cell, watcher, command)
-    folder = keep_record(cell.places.records, known.work, record, composed_yaml(cell.config))
-    secret = seal_key()
-    if secret is not None:
-        seal(folder, secret)
-    return Measured(record, folder, reused=False)
 
 
 def hidden_folder(cell: Prepared, identity: dict[str, Scalar]) -> Path | None:
@@ -459,26 +476,31 @@ def checkpoint_id(cell: Prepared, checkpoint: Path) -> CheckpointId | None:
     return CheckpointId(location, weights_hash(checkpoint), size)
 
 
-def _devices(cell: Prepared, watcher: Watcher) -> contextlib.AbstractContextManager[list[str]]:
-    """The cell's devices, leased; none where vLLM spreads over a Ray cluster and finds its own."""
-    engine = cell.config.engine
-    if engine.extra.get("distributed_executor_backend") == "ray":
-        return contextlib.nullcontext([])
-    count = engine.tensor_parallel_size * engine.pipeline_parallel_size
-    return leased(cell.is_cpu, count, lambda text: watcher.stage("wait", text), cell.config.gpu.cpu_threads)
+@contextlib.contextmanager
+def devices(cell: Prepared, watcher: Watcher) -> Iterator[None]:
+    """The cell's devices, leased, clean and, for a load, without company; vLLM on a Ray cluster finds its own."""
+    config = cell.config
+    if config.engine.extra.get("distributed_executor_backend") == "ray":
+        yield
+        return
+    count = config.engine.tensor_parallel_size * config.engine.pipeline_parallel_size
+    with leased(cell.is_cpu, count, lambda text: watcher.stage("wait", text), config.gpu.cpu_threads) as gpus:
+        if not cell.is_cpu:
+            check_device_clean(config.gpu.memory_utilization, ids=gpus or None)
+            if config.load.enabled:
+                check_device_alone(config.load.allow_shared, gpus or None)
+        yield
 
 
-def _run_past_busy_port(spec: WorkerSpec, cell: Prepared, watcher: Watcher, command: Sequence[str]) -> Record:
-    """Run the worker; once more when another program took the engine's port between choosing and binding it."""
-    engine = cell.config.engine
-    limits = (engine.start_timeout_seconds, engine.stall_timeout_seconds)
+def past_busy_port(run: Callable[[], T], watcher: Watcher) -> T:
+    """Do `run`; once more when another program took the engine's port between choosing and binding it."""
     try:
-        return run_worker(spec, watcher, *limits, command)
+        return run()
     except MeasurementError as error:
         if error.kind != "port":
             raise
         watcher.stage("again", "starting again: the engine's port was taken by another program")
-        return run_worker(spec, watcher, *limits, command)
+        return run()
 
 
 def cell_names(cell: Prepared) -> Cell:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from evalq.errors import RecordError
 from evalq.kvrecord import KvReport, generation_schema, kv_token_schema, needle_schema
+from evalq.loads.results import LoadResult
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -109,6 +110,9 @@ class Ledger:
     peak_bytes: int | None  # highest allocation seen by the process (GPU) or its resident set (CPU)
     peak_source: str  # "torch.cuda.max_memory_allocated" or "resident set"
     predicted: dict[str, int | None] = field(default_factory=dict)  # planner's figures under the same names
+    activation_bytes: int | None = None  # highest that a profiled step took beside weights and pool, the fullest rank
+    graph_bytes: int | None = None  # captured graphs, the fullest rank
+    driver_bytes: int | None = None  # what the driver says is used on the device, by anyone; never a figure to compare
 
 
 @dataclass(frozen=True)
@@ -198,6 +202,8 @@ class Record:
     checkpoint: CheckpointId | None = None  # None in older records and for random weights
     divergence_from: str = ""  # reuse_key of the baseline that the exact columns of tokens.parquet compare with
     kv: KvReport | None = None  # what was found out about the KV cache; None in records of baselines and older ones
+    load_results: dict[str, LoadResult] = field(default_factory=dict)  # conf/load entry -> all its figures
+    loads_missing: list[str] = field(default_factory=list)  # asked for and not measured (yet): the run was cut off
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ a function below without its underscore, and its keyword arguments.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import os
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent
-sys.path[:0] = [str(TESTS.parent), str(TESTS / "judge")]
+sys.path[:0] = [str(TESTS.parent), str(TESTS / "judge"), str(TESTS / "loads")]
 
 CHILD = "import time\nwhile True: time.sleep(1)"
 DEAF_CHILD = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(1)"
@@ -51,6 +52,8 @@ def in_process(command: tuple[str, ...]) -> Any:
 
         act = _note_start(plan_file, spec)
         kind = act.pop("act")
+        if kind == "serve":
+            return _serve_in_process(spec, **act)
         if kind == "fail":
             raise _failure({"exit_code": act.pop("code", 5), **act})
         if kind == "killed":
@@ -62,6 +65,26 @@ def in_process(command: tuple[str, ...]) -> Any:
         return _accept(spec, 0)
 
     return run_worker
+
+
+def _serve_in_process(spec: Any, load: dict[str, Any] | None = None, **settings: Any) -> Any:
+    """What launch.run_worker and launch.run_load_worker return or raise for `_serve`, without a process."""
+    from evalq.errors import MeasurementError
+    from evalq.measure.launch import _accept, _how_it_ended
+
+    if spec.stage == "cell":
+        write(spec, **{**settings, "loads_missing": [spec.config["load"]["name"]]})
+        return _accept(spec, 0)
+    if load is not None:
+        raise MeasurementError(f"{_how_it_ended(-signal.SIGKILL)} before the load was measured", "incomplete")
+    return _served(spec)
+
+
+def _served(spec: Any) -> Any:
+    from load_builder import level, result
+
+    rates = [100.0 + spec.round, 101.0, 99.0]
+    return result(level(*rates, minute=10 * spec.round, round=spec.round), name=spec.config["load"]["name"])
 
 
 def send(event: str, **values: Any) -> None:
@@ -90,6 +113,22 @@ def _record(spec: Any, seconds: float = 0.0, **settings: Any) -> int:
     send("progress", done=1, total=2, unit="sequences")
     write(spec, **settings)
     send("scored", group="wikitext", metrics={"wikitext": {"word_perplexity": 30.0}})
+    send("record", record_id=spec.record_id, run_id=spec.run_id)
+    return 0
+
+
+def _serve(spec: Any, load: dict[str, Any] | None = None, **settings: Any) -> int:
+    """A cell whose record lacks its load on a server; asked for the load, it acts as `load` says, or measures one."""
+    if spec.stage == "cell":
+        return _record(spec, **{**settings, "loads_missing": [spec.config["load"]["name"]]})
+    if load is not None:
+        return int(globals()[f"_{load.pop('act')}"](spec, **load))
+
+    from evalq.measure.worker import LOAD_FILE
+
+    found = _served(spec)
+    content = {"run_id": spec.run_id, "result": dataclasses.asdict(found)}
+    (Path(spec.work_dir) / LOAD_FILE).write_text(json.dumps(content), encoding="utf-8")
     send("record", record_id=spec.record_id, run_id=spec.run_id)
     return 0
 
@@ -181,7 +220,7 @@ def _note_start(plan_file: str, spec: Any) -> dict[str, Any]:
     """Write the scheme's name down and return its act."""
     plan = json.loads(Path(plan_file).read_text(encoding="utf-8"))
     with open(plan["log"], "a", encoding="utf-8") as log:
-        log.write(f"{spec.cell.quant}\n")
+        log.write(f"{spec.cell.quant}{'' if spec.stage == 'cell' else '+load'}\n")
     return dict(plan["cells"].get(spec.cell.quant, plan["default"]))
 
 

@@ -25,6 +25,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "compare": ("evalq.cli.compare", "two records side by side"),
     "report": ("evalq.cli.report", "a study as one page for people: HTML and Markdown, from records"),
     "inspect": ("evalq.cli.inspect", "what changed: flipped items, worst documents and tokens in their context"),
+    "loads": ("evalq.cli.loads", "throughput, latency and device health of stored records, side by side"),
     "explain": ("evalq.cli.explain", "what an engine's error text means and what to do"),
     "ui": ("evalq.cli.ui", "MLflow's pages on the right store, on 127.0.0.1"),
     "promote": ("evalq.cli.promote", "register a checkpoint that passes in MLflow, as release-candidate"),

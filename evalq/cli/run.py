@@ -110,6 +110,7 @@ def show(result: SweepResult) -> None:
             console.print(f"{cell.name}: {cell.error}", markup=False, highlight=False)
         if cell.trace and cell.exit_code not in (2, 4) and len(result.cells) > 1:
             console.print(cell.trace, markup=False, highlight=False)
+    _show_loads(result, console)
     if result.folder:
         left = len(result.cells) - result.done
         again = f"; the same command runs the other {left}" if left else ""
@@ -118,6 +119,17 @@ def show(result: SweepResult) -> None:
         )
     for message in result.messages:
         console.print(message, markup=False, highlight=False)
+
+
+def _show_loads(result: SweepResult, console: Any) -> None:
+    """Loads on a server have a table of their own; the quick figure of a run is in the table of cells."""
+    from evalq.report.load_tables import load_table
+
+    measured = [m for cell in result.cells for m in (cell.baseline, cell.measured) if m is not None]
+    records = list({m.record.record_id: m.record for m in measured}.values())
+    served = [r for r in records if any(load.start == "serving" for load in r.load_results.values())]
+    if served:
+        console.print(load_table(served))
 
 
 def _cells_table(result: SweepResult) -> Any:

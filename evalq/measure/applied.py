@@ -277,4 +277,12 @@ def measure_ledger(
         kv_dtype=", ".join(ranks[0]["kv_cache"]["dtypes"]) or None,
         peak_bytes=max(rank["memory"]["peak_bytes"] for rank in ranks),
         peak_source=str(ranks[0]["memory"]["source"]),
+        activation_bytes=_fullest(ranks, "activation_bytes"),
+        graph_bytes=_fullest(ranks, "graph_bytes"),
+        driver_bytes=_fullest(ranks, "driver_bytes"),
     )
+
+
+def _fullest(ranks: list[dict[str, Any]], name: str) -> int | None:
+    values = [rank["memory"].get(name) for rank in ranks]
+    return max((int(value) for value in values if value is not None), default=None)

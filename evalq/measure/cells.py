@@ -53,6 +53,12 @@ class CellLock:
             self._file.close()
 
 
+def find_unfinished(records: Path, key: str) -> tuple[Record, Path] | None:
+    """The newest record of exactly this measurement, when its load was cut off: what it scored need not be scored again."""
+    found = find_baseline(records, key)
+    return found if found is not None and found[0].loads_missing else None
+
+
 def find_baseline(records: Path, key: str, since: float = 0.0) -> tuple[Record, Path] | None:
     """The newest complete record of exactly this measurement whose tables are whole, made at or after `since` (Unix seconds).
 
@@ -101,8 +107,24 @@ def keep_record(records: Path, work: Path, record: Record, composed: str) -> Pat
     write_text(source / "config.yaml", composed)
     if (work / "engine.log").is_file():
         shutil.copyfile(work / "engine.log", source / "engine.log")
+    keep_samples(work, source, 1)
     target = records / record.record_id
     os.replace(source, target)
     sync_folder(records)
     shutil.rmtree(work, ignore_errors=True)
     return target
+
+
+def keep_samples(work: Path, folder: Path, round_: int) -> None:
+    """The device's sensors during the load, beside the record."""
+    for file in (work / "samples.jsonl", work / f"samples-{round_}.jsonl"):
+        if file.is_file():
+            name = "load-samples.jsonl" if round_ == 1 else f"load-samples-{round_}.jsonl"
+            shutil.copyfile(file, folder / name)
+
+
+def keep_load_files(work: Path, folder: Path, round_: int) -> None:
+    """The server's log and the samples of a load that ran for itself."""
+    keep_samples(work, folder, round_)
+    if (work / "engine.log").is_file():
+        shutil.copyfile(work / "engine.log", folder / "load-engine.log")

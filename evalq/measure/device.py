@@ -30,6 +30,22 @@ def check_device_clean(utilization: float, wait_seconds: float = WAIT_SECONDS, i
         time.sleep(1.0)
 
 
+def check_device_alone(allowed: bool, ids: list[str] | None = None, wait_seconds: float = WAIT_SECONDS) -> None:
+    """Wait for these GPUs to have no program on them: speed beside another program means nothing.
+
+    Errors: MeasurementError (dirty_device) naming the programs, unless that is `allowed`.
+    """
+    deadline = time.monotonic() + wait_seconds
+    while not allowed and (found := holders(ids)):
+        if time.monotonic() > deadline:
+            raise MeasurementError(
+                f"the GPU is shared with {found}, so no speed can be measured on it; end that, choose another GPU with "
+                "CUDA_VISIBLE_DEVICES, or leave the load out with load=off",
+                "dirty_device",
+            )
+        time.sleep(1.0)
+
+
 def gpu_ids() -> list[str]:
     """Ids of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES or the driver names them; empty where nobody does."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,7 +1,7 @@
 """The engine: vLLM started once per cell, in this process, for scoring, generating and questions about what was loaded.
 
 The only module that talks to vLLM's public interface; it works with vLLM 0.26 to 0.32. Differences between versions live in
-`engine_arguments` and `_setting`.
+`engine_arguments` and evalq.measure.engine_settings.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 
 from evalq.config import RunConfig
 from evalq.errors import MeasurementError, MissingExtraError
+from evalq.measure.engine_settings import settings_of
 from evalq.measure.failures import classify
 from evalq.measure.hidden import sequence_key
 from evalq.measure.saved import SavedScores
@@ -62,13 +63,13 @@ def prepare_environment(config: RunConfig, is_cpu: bool) -> None:
     }
     if is_cpu:
         fixed["VLLM_CPU_KVCACHE_SPACE"] = str(config.gpu.cpu_kv_cache_gib)
-        fixed["VLLM_CPU_OMP_THREADS_BIND"] = config.gpu.cpu_threads or _own_cores()
+        fixed["VLLM_CPU_OMP_THREADS_BIND"] = config.gpu.cpu_threads or own_cores()
     os.environ.update(fixed)
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.update(config.engine.env)
 
 
-def _own_cores() -> str:
+def own_cores() -> str:
     """The cores this process may run on, as the engine wants them: "0-1" or "0,2"."""
     cores = sorted(os.sched_getaffinity(0))
     if cores == list(range(cores[0], cores[-1] + 1)) and len(cores) > 1:
@@ -119,6 +120,7 @@ class Engine:
         self.scorer = scorer  # "hook" or "prompt_logprobs", as really used
         self.scorer_note = scorer_note
         self.start_seconds = start_seconds
+        self.start_kind = "unknown"
         self.tokenizer = None if llm.llm_engine.vllm_config.model_config.skip_tokenizer_init else llm.get_tokenizer()
         self.steps = 0
         self._counter = 0
@@ -143,7 +145,9 @@ class Engine:
         if config.tasks.scorer == "hook":
             refusals = [answer for answer in llm.collective_rpc("evalq_install_scorer") if answer]
             scorer, note = ("prompt_logprobs", refusals[0]) if refusals else ("hook", "")
-        return cls(llm, scorer, note, started)
+        engine = cls(llm, scorer, note, started)
+        engine.start_kind = "eager" if config.engine.enforce_eager else "unknown"
+        return engine
 
     def score(
         self,
@@ -412,29 +416,7 @@ class Engine:
     def settings(self) -> dict[str, str | int | float | bool | None]:
         """The engine's own effective settings, read back from it."""
         config = self._llm.llm_engine.vllm_config
-        cache, scheduler, model = config.cache_config, config.scheduler_config, config.model_config
-        parallel = config.parallel_config
-        return {
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "quantization": _text(model.quantization),
-            "max_model_len": int(model.max_model_len),
-            "enforce_eager": bool(model.enforce_eager),
-            "seed": int(model.seed),
-            "kv_cache_dtype": str(cache.cache_dtype),
-            "block_size": int(cache.block_size),
-            "enable_prefix_caching": bool(cache.enable_prefix_caching),
-            "num_blocks": int(cache.num_gpu_blocks or 0),
-            "max_num_seqs": int(scheduler.max_num_seqs),
-            "max_num_batched_tokens": int(scheduler.max_num_batched_tokens),
-            "enable_chunked_prefill": bool(_setting(scheduler, "enable_chunked_prefill", "chunked_prefill_enabled")),
-            "tensor_parallel_size": int(parallel.tensor_parallel_size),
-            "pipeline_parallel_size": int(parallel.pipeline_parallel_size),
-            "compilation_mode": _text(_setting(config.compilation_config, "mode", "level")),
-            "cudagraph_mode": _text(getattr(config.compilation_config, "cudagraph_mode", None)),
-            "load_format": _text(config.load_config.load_format),
-            "scorer": self.scorer,
-            "scorer_version": SCORER_VERSION,
-        }
+        return {**settings_of(config), "scorer": self.scorer, "scorer_version": SCORER_VERSION}
 
     def preemptions(self) -> int | None:
         """Requests preempted since the start, from the engine's metrics; None where it keeps none."""
@@ -467,15 +449,3 @@ class _Pause:
         if self._every is not None and self.finished and time.monotonic() - self._last >= self._every:
             self._take()
             self._last = time.monotonic()
-
-
-def _setting(owner: Any, *names: str) -> Any:
-    """The first of `names` that `owner` has: settings are renamed between versions."""
-    for name in names:
-        if hasattr(owner, name):
-            return getattr(owner, name)
-    return None
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(getattr(value, "name", value))

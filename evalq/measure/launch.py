@@ -25,9 +25,10 @@ from evalq.errors import (
     MeasurementError,
     RecordError,
 )
+from evalq.loads.results import LoadResult
 from evalq.measure.family import MARK, Family, start_guard, stop_guard
-from evalq.measure.worker import RECORD_FOLDER, WorkerSpec
-from evalq.records import Record, read_record, read_table, write_text
+from evalq.measure.worker import LOAD_FILE, RECORD_FOLDER, WorkerSpec
+from evalq.records import Record, from_mapping, parse_json, read_record, read_table, write_text
 
 WORKER = (sys.executable, "-P", "-m", "evalq.measure.worker")  # -P: files of the current folder are no modules
 EXIT_GRACE_SECONDS = 120.0  # from the record event to the end of the process
@@ -53,6 +54,39 @@ def run_worker(
 
     Errors: MeasurementError, InfeasibleError or ConfigError in one sentence; KeyboardInterrupt after everything was killed.
     """
+    limits = (start_timeout_seconds, stall_timeout_seconds, exit_grace_seconds)
+    return _accept(spec, _run_to_end(spec, watcher, limits, command))
+
+
+def run_load_worker(
+    spec: WorkerSpec,
+    watcher: Watcher,
+    start_timeout_seconds: float,
+    stall_timeout_seconds: float,
+    command: Sequence[str] = WORKER,
+    exit_grace_seconds: float = EXIT_GRACE_SECONDS,
+) -> LoadResult:
+    """Run the worker's load stage to its end; as run_worker, and the product is a load result of this very run."""
+    (Path(spec.work_dir) / LOAD_FILE).unlink(missing_ok=True)
+    limits = (start_timeout_seconds, stall_timeout_seconds, exit_grace_seconds)
+    returncode = _run_to_end(spec, watcher, limits, command)
+    if returncode != 0:
+        raise MeasurementError(
+            f"{_how_it_ended(returncode)} before the load was measured; read engine.log", "incomplete"
+        )
+    file = Path(spec.work_dir) / LOAD_FILE
+    try:
+        found = parse_json(file.read_text(encoding="utf-8"), str(file))
+        result: LoadResult = from_mapping(LoadResult, found["result"], str(file))
+    except (OSError, KeyError, TypeError, RecordError) as error:
+        raise MeasurementError(f"the worker ended without a usable load result: {error}", "incomplete") from error
+    if found["run_id"] != spec.run_id:
+        raise MeasurementError(f"{file} is of run {found['run_id']}, not of {spec.run_id}; run it again", "incomplete")
+    return result
+
+
+def _run_to_end(spec: WorkerSpec, watcher: Watcher, limits: tuple[float, float, float], command: Sequence[str]) -> int:
+    """The worker's exit code; whatever it started is gone afterwards. Raises the failure that it told."""
     work = Path(spec.work_dir)
     work.mkdir(parents=True, exist_ok=True)
     spec_file = work / "spec.json"
@@ -69,14 +103,14 @@ def run_worker(
     family = Family(process.pid, spec.run_id)
     guard = start_guard(process.pid, spec.run_id)
     try:
-        failure = _follow(process, watcher, start_timeout_seconds, stall_timeout_seconds, exit_grace_seconds)
+        failure = _follow(process, watcher, *limits)
     finally:
         family.kill()
         process.wait()
         stop_guard(guard)
     if failure is not None:
         raise failure
-    return _accept(spec, process.returncode)
+    return process.returncode
 
 
 def _environment() -> dict[str, str]:
@@ -177,14 +211,8 @@ def _accept(spec: WorkerSpec, returncode: int) -> Record:
     """The record, when it is complete and answers this run; MeasurementError otherwise."""
     folder = Path(spec.work_dir) / RECORD_FOLDER
     if returncode != 0:
-        how = f"was killed by signal {-returncode}" if returncode < 0 else f"ended with exit code {returncode}"
-        oom = (
-            " (the kernel kills processes that run out of memory with signal 9)"
-            if returncode == -signal.SIGKILL
-            else ""
-        )
         raise MeasurementError(
-            f"the engine's process {how}{oom} before its record was complete; read engine.log, then run it again: "
+            f"{_how_it_ended(returncode)} before its record was complete; read engine.log, then run it again: "
             "finished tasks are kept",
             "incomplete",
         )
@@ -202,3 +230,9 @@ def _accept(spec: WorkerSpec, returncode: int) -> Record:
     if record.status == "failed":
         raise MeasurementError("the worker ended well and wrote a record of a failure; run it again", "incomplete")
     return record
+
+
+def _how_it_ended(returncode: int) -> str:
+    how = f"was killed by signal {-returncode}" if returncode < 0 else f"ended with exit code {returncode}"
+    known = " (the kernel kills processes that run out of memory with signal 9)"
+    return f"the engine's process {how}{known if returncode == -signal.SIGKILL else ''}"

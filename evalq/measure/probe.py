@@ -8,6 +8,7 @@ that are scored, of all requests together, in blocks of bounded memory.
 
 from __future__ import annotations
 
+import importlib
 import json
 import resource
 from collections import Counter
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from evalq.measure.engine_settings import settings_of
 from evalq.measure.hidden import Layout
 from evalq.measure.kv.probe import KvProbe
 from evalq.measure.scorer import HiddenSink, HiddenSource, ScoreStore, head_hash, load_head, score_step
@@ -63,6 +65,7 @@ class EngineProbe(KvProbe):
     """Methods that vLLM adds to its worker. `self` is the worker; `self.model_runner` its model runner."""
 
     model_runner: Any
+    vllm_config: Any
     parallel_config: Any
 
     def evalq_install_scorer(self) -> str:
@@ -129,6 +132,14 @@ class EngineProbe(KvProbe):
             runner.evalq_sink.sync()
         runner.evalq_sink = runner.evalq_source = None
 
+    def evalq_settings(self) -> str:
+        """JSON of the engine's effective settings, for a start whose config object is in another process."""
+        settings = settings_of(self.vllm_config)
+        vocabulary = int(self.vllm_config.model_config.get_vocab_size())
+        return json.dumps(
+            {"settings": settings, "vocabulary": vocabulary, "runner": type(self.model_runner).__module__}
+        )
+
     def evalq_describe(self) -> str:
         """JSON of what was really loaded: parameter dtypes and bytes, kernels, KV tensors, KV scales, memory."""
         runner = self.model_runner
@@ -141,7 +152,7 @@ class EngineProbe(KvProbe):
                 "layers": describe_layers(model),
                 "kv_cache": describe_kv_cache(runner),
                 "kv_scales": describe_kv_scales(model),
-                "memory": describe_memory(),
+                "memory": describe_memory() | describe_profile(self),
             }
         )
 
@@ -264,4 +275,50 @@ def describe_memory() -> dict[str, Any]:
     return {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "source": "resident set"}
 
 
+def describe_profile(worker: Any) -> dict[str, int | None]:
+    """What the engine's own memory profiling found at its start, and what the driver sees used now. Bytes; None on the CPU."""
+    found: dict[str, int | None] = {
+        "activation_bytes": _whole(getattr(worker, "peak_activation_memory", None)),
+        "graph_bytes": _whole(getattr(worker.model_runner, "evalq_graph_bytes", None) or _estimate_of_graphs(worker)),
+        "driver_bytes": None,
+    }
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        found["driver_bytes"] = int(total - free)
+    return found
+
+
+def _estimate_of_graphs(worker: Any) -> Any:
+    return getattr(worker, "cudagraph_memory_estimate", None) or None
+
+
+def _whole(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
+def record_graphs() -> None:
+    """From now on, keep how much memory capturing graphs took: the engine logs it and forgets it. GPUs only."""
+    if not torch.cuda.is_available():
+        return
+    for place in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"):
+        try:
+            runner = importlib.import_module(place).GPUModelRunner
+        except (ImportError, AttributeError):
+            continue
+        engine_own = getattr(runner, "capture_model", None)
+        if engine_own is None or hasattr(engine_own, "evalq_wrapped"):
+            continue
+        runner.capture_model = _remembering(engine_own)
+
+
+def _remembering(engine_own: Any) -> Any:
+    def capture(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.evalq_graph_bytes = engine_own(self, *args, **kwargs)
+        return self.evalq_graph_bytes
+
+    capture.evalq_wrapped = True  # type: ignore[attr-defined]
+    return capture
+
+
 record_as_loaded()
+record_graphs()

@@ -30,6 +30,7 @@ from evalq.errors import EvalqError, MeasurementError
 from evalq.kvrecord import KvReport
 from evalq.measure import data
 from evalq.records import (
+    Applied,
     Calibration,
     Cell,
     CheckpointId,
@@ -45,10 +46,13 @@ from evalq.records import (
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from evalq.loads.results import LoadResult
     from evalq.measure.divergence import ExactDivergence
     from evalq.measure.engine import Engine
+    from evalq.measure.serving import Served
 
 RECORD_FOLDER = "record"
+LOAD_FILE = "load.json"
 DONE_FOLDER = "done"
 PARTIAL_FOLDER = "partial"
 
@@ -79,6 +83,8 @@ class WorkerSpec:
     baseline_key: str = ""  # reuse key of the baseline whose hidden states they are
     baseline_checkpoint: str = ""  # where the baseline's output head can be read
     store_dir: str = ""  # where answers about this engine are kept; empty = in the work folder
+    stage: str = "cell"  # cell: everything, the product is a record | load: a serving load for a record that is there
+    round: int = 1  # of a sweep whose cells are loaded several times
 
 
 class Events:
@@ -118,7 +124,7 @@ def main(arguments: list[str]) -> int:
     spec = read_spec(Path(arguments[0]))
     events = Events(_take_over_output(Path(spec.work_dir) / "engine.log"))
     try:
-        record = measure(spec, events)
+        record_id = measure_load_stage(spec, events) if spec.stage == "load" else measure(spec, events).record_id
     except EvalqError as error:
         traceback.print_exc()
         kind = error.kind if isinstance(error, MeasurementError) else ""
@@ -132,7 +138,7 @@ def main(arguments: list[str]) -> int:
         kind = known.kind if isinstance(known, MeasurementError) else ""
         events.send("failure", kind=kind, message=str(known), stage=events.stage, exit_code=known.exit_code)
         return known.exit_code
-    events.send("record", record_id=record.record_id, run_id=record.run_id)
+    events.send("record", record_id=record_id, run_id=spec.run_id)
     return 0
 
 
@@ -168,6 +174,9 @@ def measure(spec: WorkerSpec, events: Events) -> Record:
     work = Path(spec.work_dir)
     with events.timed("data", "loading tasks"):
         groups = _load_groups(config)
+    scores = bool(groups) or bool(spec.prompts) or config.kv.measures
+    if not scores and config.load.enabled and config.load.start == "serving":
+        return _measure_served(spec, config, work, events)
     from evalq.measure.engine import Engine
 
     window = max(config.tasks.perplexity_window, config.tasks.choice_window)
@@ -179,6 +188,88 @@ def measure(spec: WorkerSpec, events: Events) -> Record:
     finally:
         with contextlib.suppress(Exception):
             engine.close()
+
+
+def _measure_served(spec: WorkerSpec, config: RunConfig, work: Path, events: Events) -> Record:
+    """Nothing is scored: one start of the server gives the load, the proof of application and the ledger."""
+    with serving(spec, config, work, events) as served:
+        return _measure_on(served, spec, config, {}, work, events)
+
+
+def proof_of(engine: Engine | Served, config: RunConfig, spec: WorkerSpec, settings: dict[str, Scalar]) -> Applied:
+    """Whether the scheme was applied, from the engine's own state, KV scales of every layer included."""
+    from evalq.measure.applied import check_applied, with_layer_scales
+    from evalq.measure.kv.scales import checkpoint_scales
+
+    return with_layer_scales(
+        check_applied(config, settings, engine.describe()),
+        config.quant,
+        [json.loads(answer) for answer in engine.ask_workers("evalq_kv_layers")],
+        checkpoint_scales(Path(spec.checkpoint)),
+    )
+
+
+def measure_load_stage(spec: WorkerSpec, events: Events) -> str:
+    """A serving load for a record that is there already; leaves load.json in the work folder. Returns the record's id."""
+    config: RunConfig = from_mapping(RunConfig, spec.config, "spec.config")
+    work = Path(spec.work_dir)
+    with serving(spec, config, work, events) as served:
+        applied = proof_of(served, config, spec, served.settings())
+        if not applied.ok:
+            raise MeasurementError(f"the server did not apply the scheme: {'; '.join(applied.problems)}", "engine")
+        result = _serve_load(served, spec, config, work, events)
+    write_text(
+        work / LOAD_FILE, json.dumps({"run_id": spec.run_id, "result": dataclasses.asdict(result)}, allow_nan=False)
+    )
+    return spec.record_id
+
+
+@contextlib.contextmanager
+def serving(spec: WorkerSpec, config: RunConfig, work: Path, events: Events) -> Iterator[Served]:
+    """A server on the cell's checkpoint, long enough for the load, with its sender; started twice with load.cold_start."""
+    from evalq.facts.models import facts_of
+    from evalq.measure.engine import MARGIN_TOKENS
+    from evalq.measure.load import longest_request
+    from evalq.measure.serving import Served
+    from evalq.measure.serving_load import LoadClient
+
+    length = max(longest_request(config), config.tasks.perplexity_window, config.tasks.choice_window)
+    positions = facts_of(config.model).max_positions
+    window = min(length, positions - MARGIN_TOKENS) if positions else length
+    caches = work / "caches" if config.load.cold_start else None
+    earlier: dict[str, float] = {}
+
+    def start() -> Served:
+        def alive() -> None:
+            events.send("progress", done=0, total=1, unit="start")
+
+        log = work / "engine.log"
+        return Served.start(config, Path(spec.checkpoint), window, spec.is_cpu, log, spec.run_id, alive, caches)
+
+    with LoadClient() as sender, contextlib.ExitStack() as stack:
+        if caches is not None:
+            shutil.rmtree(caches, ignore_errors=True)
+            stack.callback(shutil.rmtree, caches, ignore_errors=True)
+            with events.timed("start cold", "starting the server from empty caches"):
+                first = start()
+            earlier = {first.start_kind: first.start_seconds}
+            first.close()
+        with events.timed("start", "starting the server"):
+            served = start()
+        stack.callback(served.close)
+        served.earlier_starts, served.sender = earlier, sender
+        events.send("started", seconds=served.start_seconds)
+        yield served
+
+
+def _serve_load(served: Served, spec: WorkerSpec, config: RunConfig, work: Path, events: Events) -> LoadResult:
+    from evalq.measure.serving_load import measure_serving
+
+    client = f"vllm.benchmarks.serve of vLLM {engine_version()}"
+    with events.timed("load", f"loading the server ({config.load.name})"):
+        device = str(spec.identity.get("gpu", ""))
+        result = measure_serving(served, served.sender, config, work, device, spec.round, client, events.progress)
+    return dataclasses.replace(result, start_seconds={**result.start_seconds, **served.earlier_starts})
 
 
 def _load_groups(config: RunConfig) -> dict[str, tuple[dict[str, Any], int | None]]:
@@ -199,29 +290,25 @@ def _load_groups(config: RunConfig) -> dict[str, tuple[dict[str, Any], int | Non
 
 
 def _measure_on(
-    engine: Engine,
+    engine: Engine | Served,
     spec: WorkerSpec,
     config: RunConfig,
     groups: dict[str, tuple[dict[str, Any], int | None]],
     work: Path,
     events: Events,
 ) -> Record:
-    from evalq.measure.applied import check_applied, measure_ledger, with_layer_scales
-    from evalq.measure.kv.scales import checkpoint_scales
-    from evalq.measure.load import measure_load
+    from evalq.measure.applied import measure_ledger
+    from evalq.measure.engine import Engine
+    from evalq.measure.load import measure_offline, short_loads
 
     settings = engine.settings()
     divergence = _divergence(spec, config, events)
-    applied = with_layer_scales(
-        check_applied(config, settings, engine.describe()),
-        config.quant,
-        [json.loads(answer) for answer in engine.ask_workers("evalq_kv_layers")],
-        checkpoint_scales(Path(spec.checkpoint)),
-    )
+    applied = proof_of(engine, config, spec, settings)
     scored: dict[str, TaskScores] = {}
     identity: dict[str, Scalar] = {}
     tables: list[dict[str, pa.Table]] = []
     for group, (tasks, limit) in groups.items():
+        assert isinstance(engine, Engine)
         with events.timed(f"score {group}", f"scoring {group}"):
             result = _read_done(work, group, spec.reuse_key) or _score_group(
                 engine, config, group, tasks, limit, work, spec.reuse_key, events, divergence
@@ -230,16 +317,22 @@ def _measure_on(
         identity.update(result[1])
         tables.append(result[2])
         _stop_on_implausible(config, spec, scored)
-    kv_report, kv_tables = _measure_kv(engine, spec, config, settings, applied.attention_backend, groups, events)
-    tables.append(kv_tables)
-    loads = {}
-    if config.load.enabled:
+    kv_report: KvReport | None = None
+    if isinstance(engine, Engine):
+        kv_report, kv_tables = _measure_kv(engine, spec, config, settings, applied.attention_backend, groups, events)
+        tables.append(kv_tables)
+    results: dict[str, LoadResult] = {}
+    if config.load.enabled and not isinstance(engine, Engine):
+        results[config.load.name] = _serve_load(engine, spec, config, work, events)
+    elif config.load.enabled and config.load.start == "scoring" and isinstance(engine, Engine):
         with events.timed("load", "measuring throughput"):
-            load = measure_load(engine, config.load, engine.vocabulary, config.engine.seed, events.progress)
-        loads[load.name] = load
+            device = str(spec.identity.get("gpu", ""))
+            results[config.load.name] = measure_offline(engine, config, work, device, events.progress)
+    loads = {key: short for result in results.values() for key, short in short_loads(result).items()}
     if spec.prompts:
         from evalq.measure.outputs import write_outputs
 
+        assert isinstance(engine, Engine)
         with events.timed("generate", "generating outputs"):
             write_outputs(engine, spec.prompts, spec.output_tokens, work, events.progress)
     ranks = engine.describe()
@@ -268,6 +361,8 @@ def _measure_on(
         checkpoint=spec.checkpoint_id,
         divergence_from=spec.baseline_key if divergence and divergence.compare and not divergence.note else "",
         kv=kv_report,
+        load_results=results,
+        loads_missing=[config.load.name] if config.load.enabled and not results else [],
     )
     with events.timed("write", "writing the record"):
         return _write(work, record, tables)

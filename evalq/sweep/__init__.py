@@ -2,6 +2,7 @@
 
 check.py      refusals, duplicates          flow.py       what each cell needs, in order
 schedule.py   each job once, to all waiters journal.py    the state on disk
+rounds.py     loads once more, in reverse
 inline.py     in this process               local.py      processes of this machine      raycluster.py   a Ray cluster
 
 A single run is a sweep of one cell without state on disk.
@@ -27,6 +28,7 @@ from evalq.sweep.jobs import Executor, Job, Outcome
 from evalq.sweep.journal import SWEEPS, Journal, PlannedCell, open_journal, when
 from evalq.sweep.local import ProcessExecutor
 from evalq.sweep.results import SEVERITY, CellResult, SweepResult, severity, summary
+from evalq.sweep.rounds import load_again, refuse_rounds_elsewhere
 from evalq.sweep.schedule import Scheduler
 from evalq.tracking import Study, Tracker, open_tracker
 
@@ -52,6 +54,7 @@ def run(
     result = SweepResult(checked.results, messages=list(checked.duplicates))
     if not checked.cells:
         return result
+    refuse_rounds_elsewhere(checked.cells, executor_config.name, local_workers(checked.cells)[1])
     kept = len(configs) > 1 if kept is None else kept
     journal = _journal(checked, kept, argv, watcher)
     result.folder = str(journal.folder or "")
@@ -61,6 +64,7 @@ def run(
         executor = make_executor(checked.cells, journal, watcher, command, cell_command)
         watcher.expect(list(checked.names.values()))
         _schedule(checked, journal, executor, studies, watcher)
+        load_again(checked.cells, [checked.of_cell[id(c.config)] for c in checked.cells], watcher, command, studies.of)
     except BaseException:
         if executor is not None:
             executor.close()

@@ -24,9 +24,10 @@ from typing import IO, Any, NoReturn
 import evalq
 from evalq.config import RunConfig
 from evalq.errors import EXIT_INTERRUPTED, ConfigError, MeasurementError
+from evalq.load_stage import measure_with_load
 from evalq.measure.launch import WORKER
 from evalq.measure.worker import die_with_parent
-from evalq.pipeline import identify, measure, prepare
+from evalq.pipeline import identify, prepare
 from evalq.records import from_mapping
 from evalq.report.live import tail
 from evalq.report.progress import QuietWatcher
@@ -123,7 +124,7 @@ def run(request: Request, relay: Relay) -> None:
     if found.key in request.known:
         relay.send("known", record=request.known[found.key])
         return
-    measured = measure(cell, relay, request.command, since=request.since, hint=request.hint, known=found)
+    measured = measure_with_load(cell, relay, request.command, since=request.since, hint=request.hint, known=found)
     relay.send("ended", folder=str(measured.folder), reused=measured.reused)
 
 

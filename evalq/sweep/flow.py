@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from evalq.errors import ConfigError, EvalqError, InfeasibleError, MeasurementError
 from evalq.judge.floor import aa_floor, read_floor, write_floor
+from evalq.load_stage import load_failure
 from evalq.pipeline import Measured, Prepared, as_baseline, judge_cell
 from evalq.report.progress import QuietWatcher
 from evalq.sweep.check import Checked, baseline_key, cell_key
@@ -54,6 +55,7 @@ class Group:
         own = next((self.result(cell) for cell in self.cells if cell.is_baseline), None)
         if own is not None:
             own.measured, own.error, own.trace = outcome.measured, outcome.error, outcome.trace
+            own.error = own.error or load_failure(own.measured)
         if self._wants_floor() and outcome.measured is not None:
             again = yield self._again_job()
             if again.measured is not None:
@@ -81,6 +83,8 @@ class Group:
             result.measured, result.error, result.trace = outcome.measured, outcome.error, outcome.trace
             if result.measured is not None:
                 self._judge(result, at_look, baseline.measured, result.measured)
+            # What was scored stands and is judged; that a load is missing is said all the same.
+            result.error = result.error or load_failure(result.measured) or load_failure(baseline.measured)
             track(self.study(), result.name, result.measured, result.error, self.watcher)
             if result.error is not None or result.verdict is None or result.verdict.status != "INCONCLUSIVE":
                 return
@@ -107,11 +111,12 @@ class Group:
     def _again_job(self) -> Job:
         """The baseline once more, in reverse order and in smaller batches; what differs is the A/A floor."""
         yardstick = with_documents(as_baseline(self.cells[0]), self._first_limit())
-        engine = yardstick.config.engine
+        engine, load = yardstick.config.engine, yardstick.config.load
         changed = dataclasses.replace(
             yardstick.config,
             tasks=dataclasses.replace(yardstick.config.tasks, request_order="reverse", divergence="none"),
             engine=dataclasses.replace(engine, max_num_batched_tokens=max(256, engine.max_num_batched_tokens // 2)),
+            load=dataclasses.replace(load, enabled=load.enabled and load.start == "scoring"),
         )
         again = dataclasses.replace(yardstick, config=changed)
         return self._job(again, f"{self._baseline_name(yardstick)} (A/A)", 0.0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evalq.pipeline import Measured, identify, measure
+from evalq.load_stage import measure_with_load
+from evalq.pipeline import Measured, identify
 from evalq.report.progress import QuietWatcher
 from evalq.sweep.jobs import Event, Job, attempt
 from evalq.sweep.journal import Journal
@@ -31,7 +32,7 @@ class InlineExecutor:
         log = str(known.work / "engine.log")
         self._journal.owned(job.key, None, log)
         self._watcher.log(job.name, log)
-        return measure(job.cell, self._watcher, self._command, since=job.since, hint=job.hint, known=known)
+        return measure_with_load(job.cell, self._watcher, self._command, since=job.since, hint=job.hint, known=known)
 
     def wait(self, seconds: float) -> list[Event]:
         ended, self._ended = self._ended, []

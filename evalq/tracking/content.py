@@ -31,6 +31,7 @@ from evalq.records import (
 from evalq.tracking.system import SYSTEM_FILE
 
 CONFIG_FILE = "config.yaml"
+SAMPLES_FILE = "load-samples.jsonl"
 ARTIFACT_FOLDER = "record"
 ARTIFACT_FILES = (
     RECORD_FILE,
@@ -40,6 +41,8 @@ ARTIFACT_FILES = (
     CONFIG_FILE,
     "engine.log",
     SYSTEM_FILE,
+    "load-engine.log",
+    SAMPLES_FILE,
     *(f"{name}.parquet" for name in TABLES),
 )
 PARAM_SECTIONS = ("model", "quant", "gpu", "engine", "data", "tasks", "load", "gate")
@@ -86,6 +89,7 @@ def _all_metrics(
     yield from _quality(record)
     yield from _memory(record)
     yield from _load(record)
+    yield from _load_levels(record)
     yield from _times(record)
     for estimate in estimates:
         yield from _estimate(estimate, "", own_name=True)
@@ -148,6 +152,53 @@ def _load(record: Record) -> Iterator[tuple[str, float | None, str]]:
         for name in names:
             value: float | None = getattr(load, name) if load.valid else None
             yield f"{prefix}{name}", value, reason
+
+
+def _load_levels(record: Record) -> Iterator[tuple[str, float | None, str]]:
+    """Every figure of every level, and the device's health as shares: load/<load>/<level>/<figure>."""
+    for name, result in record.load_results.items():
+        for level in result.levels:
+            prefix = f"load/{name}/{level.label.replace('/', ' per ')}"
+            reason = "; ".join(level.reasons)
+            for figure, spread in level.figures.items():
+                yield f"{prefix}/{figure}", spread.value if level.valid else None, reason
+            yield (
+                f"{prefix}/percent_of_bound",
+                level.percent_of_bound if level.valid else None,
+                reason or "no bound known",
+            )
+        for kind, seconds in result.start_seconds.items():
+            yield f"load/{name}/start_{kind}_seconds", seconds, ""
+        for check in result.health.checks if result.health else []:
+            yield f"load/{name}/health_{check.name.replace(' ', '_')}_share", check.value, check.meaning
+
+
+SYSTEM_METRICS = {  # as MLflow names its own system metrics, where it has one
+    "compute_busy": ("utilization_percentage", 100.0),
+    "bandwidth_busy": ("memory_bandwidth_percentage", 100.0),
+    "memory_used_bytes": ("memory_usage_megabytes", 1e-6),
+    "power_watts": ("power_usage_watts", 1.0),
+    "temperature_celsius": ("temperature_celsius", 1.0),
+    "sm_clock_mhz": ("sm_clock_megahertz", 1.0),
+    "transfer_bytes_per_second": ("host_link_megabytes_per_second", 1e-6),
+}
+
+
+def system_metrics_of(folder: Path) -> Iterator[tuple[str, float, int, int]]:
+    """(name, value, Unix milliseconds, step) of the device's sensors during the load; nothing where there were none."""
+    file = folder / SAMPLES_FILE
+    if not file.is_file():
+        return
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    offset = float(lines[0].get("wall_minus_monotonic", 0.0)) if lines else 0.0
+    steps: dict[int, int] = {}
+    for row in lines[1:]:
+        gpu = int(row["gpu"])
+        steps[gpu] = steps.get(gpu, -1) + 1
+        for key, (name, factor) in SYSTEM_METRICS.items():
+            value = row.get(key)
+            if value is not None and math.isfinite(value):
+                yield f"system/load_gpu_{gpu}_{name}", value * factor, int(1000 * (row["time"] + offset)), steps[gpu]
 
 
 def _times(record: Record) -> Iterator[tuple[str, float | None, str]]:

@@ -192,7 +192,9 @@ class Upload:
         metrics = content.metrics_of(loaded.record, loaded.verdict, loaded.estimates())
         stamp = content.milliseconds((loaded.verdict or loaded.record).created_at)
         logged = [Metric(name, value, stamp, 0) for name, value in metrics.values.items()]
-        for part in _parts(logged + system_metrics(read_samples(loaded.folder)), 10 * BATCH):
+        logged += system_metrics(read_samples(loaded.folder))
+        logged += [Metric(*sensor) for sensor in content.system_metrics_of(loaded.folder)]
+        for part in _parts(logged, 10 * BATCH):
             self._client.log_batch(run_id, metrics=part)
         params = content.params_of(loaded.record, loaded.config())
         new = [Param(name, value) for name, value in params.items() if name not in run.data.params]

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evalq.config import LoadConfig
 from evalq.errors import EvalqError, InfeasibleError, MeasurementError
 from evalq.measure import engine as module
 from evalq.measure.engine import MARGIN_TOKENS, Engine, ScoreRequest, engine_arguments, prepare_environment
-from evalq.measure.load import measure_load
 from evalq.pipeline import prepare
 
 
@@ -209,68 +207,6 @@ def test_engine_that_runs_out_of_memory_while_scoring(monkeypatch: pytest.Monkey
 
 def test_no_requests_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine_on(Llm(Core()), monkeypatch).score([]) == []
-
-
-class Generator:
-    """What measure_load needs of an engine."""
-
-    def __init__(self, length: int = 8, cached: int = 0) -> None:
-        self.length, self.cached = length, cached
-        self.calls: list[list[list[int]]] = []
-        self.resets = 0
-
-    def reset_prefix_cache(self) -> None:
-        self.resets += 1
-
-    def generate(self, prompts: list[list[int]], max_tokens: int, ignore_eos: bool, progress: Any) -> Any:
-        assert ignore_eos
-        self.calls.append(prompts)
-        output = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1] * self.length)], num_cached_tokens=self.cached)
-        return [output] * len(prompts), [0.001] * len(prompts)
-
-
-LOAD = LoadConfig("t", requests=6, input_tokens=10, output_tokens=8, repeats=3, warmup_requests=2)
-
-
-def test_load_warms_up_outside_and_repeats_over_fresh_prompts() -> None:
-    generator = Generator()
-    load = measure_load(generator, LOAD, 1000, 0, None)  # type: ignore[arg-type]
-    assert [len(prompts) for prompts in generator.calls] == [2, 6, 6, 6]
-    assert generator.resets == 3
-    prompts = [tuple(p) for call in generator.calls for p in call]
-    assert len(set(prompts)) == len(prompts), "no prompt comes twice, so no cache can help"
-    assert all(256 <= i < 1000 for prompt in prompts for i in prompt)
-    assert load.valid
-    assert load.output_tokens_per_second_low <= load.output_tokens_per_second <= load.output_tokens_per_second_high  # type: ignore[operator]
-    assert load.total_tokens_per_second == pytest.approx(load.output_tokens_per_second * 18 / 8)  # type: ignore[operator]
-    assert load.concurrency == 6
-
-
-def test_same_seed_same_prompts() -> None:
-    first, second, third = Generator(), Generator(), Generator()
-    for generator, seed in ((first, 0), (second, 0), (third, 1)):
-        measure_load(generator, LOAD, 1000, seed, None)  # type: ignore[arg-type]
-    assert first.calls == second.calls != third.calls
-
-
-def test_model_that_stops_early_has_no_valid_speed() -> None:
-    """e2."""
-    load = measure_load(Generator(length=7), LOAD, 1000, 0, None)  # type: ignore[arg-type]
-    assert not load.valid
-    assert load.reasons == ["outputs of [7] tokens where 8 were asked for"]
-
-
-def test_speed_out_of_a_warm_cache_is_not_valid() -> None:
-    """e1."""
-    load = measure_load(Generator(cached=5), LOAD, 1000, 0, None)  # type: ignore[arg-type]
-    assert not load.valid
-    assert "came from the prefix cache" in load.reasons[0]
-
-
-def test_tiny_vocabulary_still_gives_prompts() -> None:
-    generator = Generator()
-    measure_load(generator, LOAD, 20, 0, None)  # type: ignore[arg-type]
-    assert all(10 <= i < 20 for call in generator.calls for prompt in call for i in prompt)
 
 
 def test_missing_engine_names_the_extra(cell_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
