@@ -135,6 +135,7 @@ class DataConfig:
     name: str = "embedded"
     root: str | None = None  # folder for `local`; null = $EVALQ_DATA
     revisions: dict[str, str] = field(default_factory=dict)  # pinned hub revisions by dataset id
+    perplexity_file: str | None = None  # JSON lines with `page`, in place of the set's own perplexity documents
 
 
 @dataclass
@@ -434,6 +435,8 @@ def measured_part(config: RunConfig) -> dict[str, Any]:
         silent.append("calibration")
     for key in silent:
         data.pop(key)
+    if config.data.perplexity_file is None:
+        data["data"].pop("perplexity_file")
     if not config.tasks.perplexity_from:
         data["tasks"].pop("perplexity_from")
     data["tasks"].pop("keep_texts")  # decides what people can read afterwards, nothing that is measured

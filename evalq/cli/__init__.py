@@ -21,6 +21,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "selfcheck": ("evalq.cli.selfcheck", "whether scores on this engine read the quantised KV cache"),
     "quantize": ("evalq.cli.quantize", "make a checkpoint and nothing else"),
     "search": ("evalq.cli.search", "the smallest checkpoint that the gate passes"),
+    "drift": ("evalq.cli.drift", "whether a stored checkpoint still fits new text"),
     "gate": ("evalq.cli.gate", "judge a candidate record against a baseline record"),
     "compare": ("evalq.cli.compare", "two records side by side"),
     "report": ("evalq.cli.report", "a study as one page for people: HTML and Markdown, from records"),

@@ -103,6 +103,9 @@ def find_sources(config: RunConfig) -> dict[str, Source]:
 
 def _find_source(task: str, config: RunConfig) -> Source:
     data = config.data
+    if task == PERPLEXITY and data.perplexity_file:
+        file = Path(data.perplexity_file).expanduser()
+        return _file_source(task, file, f"file {file.name}")
     if data.name == "hub" or (data.name == "embedded" and task not in EMBEDDED_FILES):
         dataset = HUB_DATASETS.get(task, f"lm-eval task {task}")
         revision = data.revisions.get(dataset, "main")
