@@ -92,9 +92,9 @@ class Bench:
         self.notes: list[str] = []
         cell = prepare(compose(arguments.overrides))
         self.config, self.cell = cell.config, cell
-        watcher = Silent()
-        source = source_folder(cell, watcher)
-        checkpoint = cell_checkpoint(cell, source, watcher)
+        self.watcher = Silent()
+        source = source_folder(cell, self.watcher)
+        checkpoint = cell_checkpoint(cell, source, self.watcher)
         window = max(self.config.tasks.perplexity_window, self.config.tasks.choice_window)
         self.engine = Engine.start(self.config, checkpoint, window, cell.is_cpu)
         print(f"engine up in {self.engine.start_seconds:.1f} s, scorer {self.engine.scorer}", flush=True)
