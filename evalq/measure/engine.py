@@ -167,7 +167,8 @@ class Engine:
         """
         if reverse:
             return self.score(requests[::-1], topk, share_prefixes, progress, False, hidden, saved)[::-1]
-        keys = [sequence_key(request.ids, request.first) for request in requests] if hidden or saved else []
+        named = hidden is not None or saved is not None
+        keys = [sequence_key(request.ids, request.first) for request in requests] if named else []
         results: list[ScoreResult | None] = [None] * len(requests)
         if saved is not None:
             results = [from_arrays(saved.get(key)) for key in keys]

@@ -34,7 +34,7 @@ def main() -> int:
     lines = [
         f"# The scorer and the engine's own prompt_logprobs: {bench.config.quant.name}, {bench.cell.device}",
         "",
-        f"{time.strftime('%Y-%m-%d')}. {versions()}. {bench.config.model.name}; differences of log-probabilities in nats per token.",
+        f"{time.strftime('%Y-%m-%d')}. {versions()}. {bench.config.model.name}; differences of log-probabilities, nats a token.",
         "",
         f"    python jobs/bench/scorer_equality.py {' '.join(sys.argv[1:])}",
         "",

@@ -13,6 +13,7 @@ import pytest
 from evalq.errors import EvalqError, InfeasibleError, MeasurementError
 from evalq.measure import engine as module
 from evalq.measure.engine import MARGIN_TOKENS, Engine, ScoreRequest, engine_arguments, prepare_environment
+from evalq.measure.saved import SavedScores
 from evalq.pipeline import prepare
 
 
@@ -99,10 +100,11 @@ class Core:
     def __init__(self, fail_at: int = -1) -> None:
         self.waiting: list[tuple[str, Any, Any]] = []
         self.fail_at = fail_at
-        self.steps = 0
+        self.steps = self.added = 0
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(skip_tokenizer_init=True))
 
     def add_request(self, name: str, prompt: dict[str, Any], params: Any) -> None:
+        self.added += 1
         self.waiting.append((name, prompt["prompt_token_ids"], params))
 
     def has_unfinished_requests(self) -> bool:
@@ -203,6 +205,21 @@ def test_engine_that_runs_out_of_memory_while_scoring(monkeypatch: pytest.Monkey
         engine_on(Llm(Core(fail_at=2)), monkeypatch).score(REQUESTS)
     assert caught.value.kind == "oom"
     assert "max_num_batched_tokens" in str(caught.value)
+
+
+def test_finished_requests_are_kept_and_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine dies in its third step: the two requests that were finished are on disk, the next run computes the other."""
+    saved = SavedScores(tmp_path / "partial", "key", 1e-9)
+    assert len(saved) == 0, "nothing kept yet must not read as nothing asked for"
+    with pytest.raises(EvalqError):
+        engine_on(Llm(Core(fail_at=2)), monkeypatch).score(REQUESTS, saved=saved)
+    again = SavedScores(tmp_path / "partial", "key", 1e-9)
+    finished = len(again)
+    assert 0 < finished < len(REQUESTS)
+    llm = Llm(Core())
+    results = engine_on(llm, monkeypatch).score(REQUESTS, saved=again)
+    assert [r.logprobs.tolist() for r in results] == EXPECTED
+    assert llm.llm_engine.added == len(REQUESTS) - finished
 
 
 def test_no_requests_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
