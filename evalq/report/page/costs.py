@@ -7,6 +7,7 @@ from typing import Any
 from evalq.records import Ledger, Load, Record
 from evalq.report.page.blocks import Block, Chart, Fold, Table, Text, Word
 from evalq.report.page.charts import colour_of, interval_rows, lines_by, scatter, stacked_bars
+from evalq.report.page.loads import has_loads, load_section
 from evalq.report.page.quality import inks, names_of
 from evalq.report.page.view import KV_TOKENS, WORKLOAD, Group
 from evalq.report.pareto import PLACES, place_word
@@ -138,6 +139,8 @@ def _planned(cells: list[tuple[str, Ledger]]) -> list[Block]:
 
 def speed_section(group: Group) -> list[Block]:
     """Latency and throughput over concurrency where several loads were run, else one figure per scheme."""
+    if has_loads(cells_of(group)):
+        return load_section(cells_of(group))
     loads = [(name, load) for name, record in cells_of(group) for load in record.loads.values()]
     if not loads:
         return [Text("No load was run.", "note")]
