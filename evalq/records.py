@@ -39,6 +39,7 @@ VERDICT_FILE = "verdict.json"
 ESTIMATES_FILE = "estimates.json"  # every paired estimate against the baseline (evalq.judge.estimates)
 SEAL_FILE = "record.seal"  # an HMAC over record.json, where the measuring machine holds a key (evalq.judge.seal)
 TABLES = ("documents", "items", "tokens", "texts", "pieces", "kv_tokens", "needles", "generations")
+JUDGED_TABLES = ("documents", "items")  # what a verdict is made from; the others are for people and for fidelity
 
 Scalar = str | int | float | bool | None
 STATUSES = ("complete", "invalid", "failed")

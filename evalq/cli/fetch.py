@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from evalq.errors import RecordError
-from evalq.records import RECORD_FILE, SEAL_FILE, TABLES, VERDICT_FILE, read_record
+from evalq.records import JUDGED_TABLES, RECORD_FILE, SEAL_FILE, TABLES, VERDICT_FILE, read_record
 
 TIMEOUT_SECONDS = 60.0
 OPTIONAL_FILES = (SEAL_FILE, VERDICT_FILE, "config.yaml")
@@ -31,7 +31,7 @@ def fetch_record(run_id: str, uri: str, target: Path) -> Path:
         refuse_ineligible(run_id, {tag["key"]: tag["value"] for tag in run["data"].get("tags", [])})
         _download(server, run_id, RECORD_FILE, target)
         for name in [f"{table}.parquet" for table in TABLES if table in read_record(target).tables]:
-            _download(server, run_id, name, target)
+            _download(server, run_id, name, target, optional=name.removesuffix(".parquet") not in JUDGED_TABLES)
         for name in OPTIONAL_FILES:
             _download(server, run_id, name, target, optional=True)
     except urllib.error.HTTPError as error:

@@ -16,6 +16,7 @@ from evalq.errors import RecordError
 from evalq.plan.quantiles import share_interval
 from evalq.records import (
     ESTIMATES_FILE,
+    JUDGED_TABLES,
     RECORD_FILE,
     SEAL_FILE,
     TABLES,
@@ -361,9 +362,14 @@ def artifact_files(folder: Path) -> list[Path]:
 
 
 def refuse_changed_tables(folder: Path, record: Record) -> None:
-    """Errors: RecordError when a table is not the one the record was written with; such a record is not uploaded."""
+    """Errors: RecordError when a table is not the one the record was written with; such a record is not uploaded.
+
+    Tables that no judge needs may be away: tokens are large, and are often not kept with a study.
+    """
     for name, digest in record.tables.items():
         file = folder / f"{name}.parquet"
+        if not file.is_file() and name not in JUDGED_TABLES:
+            continue
         if not file.is_file() or file_sha256(file) != digest:
             raise RecordError(
                 f"{file} is not the table that record {record.record_id} was written with; measure it anew"

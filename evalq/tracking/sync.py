@@ -10,6 +10,7 @@ from typing import Any
 from evalq.errors import ConfigError, RecordError
 from evalq.tracking.manifest import (
     ENDED,
+    STUDIES_FOLDER,
     Manifest,
     add_cell,
     end_manifest,
@@ -20,11 +21,12 @@ from evalq.tracking.manifest import (
     records_without_study,
 )
 from evalq.tracking.process import ChildProcess
-from evalq.tracking.store import Store, redact, store_at
+from evalq.tracking.store import Store, file_lock, redact, store_at
 
 IMPORT_SECONDS = (
     240.0  # MLflow's own start and the creation of an empty store, on a machine that is busy with other things
 )
+SYNC_LOCK_SECONDS = 3600.0
 LOOSE_STUDY = "records of no study"
 
 
@@ -43,8 +45,18 @@ def sync(
 ) -> Synced:
     """Upload every study under `records`, to `uri` or to where each was meant to go.
 
-    Errors: ConfigError for an address that evalq cannot use or that was stored without its password.
+    Errors: ConfigError for an address that evalq cannot use or that was stored without its password; MeasurementError when
+    another sync of these records does not end.
     """
+    with file_lock(
+        records / STUDIES_FOLDER / "sync.lock", SYNC_LOCK_SECONDS
+    ):  # a second sync finds all done by the first
+        return _sync(root, records, uri, default_uri, timeout_seconds, say)
+
+
+def _sync(
+    root: Path, records: Path, uri: str | None, default_uri: str, timeout_seconds: float, say: Callable[[str], None]
+) -> Synced:
     _gather_loose_records(store_at(uri or default_uri, root, records, timeout_seconds))
     by_uri: dict[str, list[Path]] = {}
     for path in manifests(records):

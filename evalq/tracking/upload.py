@@ -273,9 +273,18 @@ class Upload:
         found = self._client.search_runs([experiment], wanted, max_results=BATCH)
         found = sorted(found, key=lambda run: (int(run.data.tags.get(CREATED_TAG, 0)), run.info.run_id))
         for double in found[1:]:
-            self._client.set_tag(double.info.run_id, "evalq.duplicate_of", found[0].info.run_id)
-            self._client.delete_run(double.info.run_id)
+            self._remove(double.info.run_id)
         return found[0] if found else None
+
+    def _remove(self, run_id: str) -> None:
+        """Delete a double; whoever else made it may be deleting it at this moment too."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.delete_run(run_id)
+        except MlflowException:
+            if self._client.get_run(run_id).info.lifecycle_stage != "deleted":
+                raise
 
 
 @dataclass(frozen=True)

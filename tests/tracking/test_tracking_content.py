@@ -169,3 +169,16 @@ def test_changed_table_is_refused(tmp_path: Path) -> None:
     (folder / "items.parquet").write_bytes(b"other")
     with pytest.raises(RecordError, match=r"items\.parquet is not the table"):
         content.refuse_changed_tables(folder, made)
+
+
+def test_tables_that_no_judge_needs_may_be_away(tmp_path: Path) -> None:
+    folder = build.write(tmp_path / "r", build.record())
+    made = replace(read_record(folder), tables={**read_record(folder).tables, "tokens": "a" * 64})
+    content.refuse_changed_tables(folder, made)
+    (folder / "tokens.parquet").write_bytes(b"other")
+    with pytest.raises(RecordError, match=r"tokens\.parquet is not the table"):
+        content.refuse_changed_tables(folder, made)
+    (folder / "tokens.parquet").unlink()
+    (folder / "items.parquet").unlink()
+    with pytest.raises(RecordError, match=r"items\.parquet is not the table"):
+        content.refuse_changed_tables(folder, made)
