@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from evalq.config import QuantConfig, RunConfig, parse_share
-from evalq.errors import ConfigError, EvalqError, MeasurementError
+from evalq.errors import ConfigError, EvalqError, InfeasibleError, MeasurementError
 from evalq.measure import data
 from evalq.measure.launch import WORKER
-from evalq.pipeline import Measured, as_baseline, judge_cell, measure, prepare
+from evalq.pipeline import Measured, as_baseline, baseline_scheme, judge_cell, measure, prepare
 from evalq.records import Estimate, Verdict
 from evalq.report.progress import QuietWatcher
 
 FINAL_TRIES = 2  # candidates that may be judged on the kept documents; each at a share of the error rate
-MIN_STEP = 2
 
 
 @dataclass(frozen=True)
@@ -113,11 +112,15 @@ class Bench:
         return proof, found[0] if found else None
 
     def _judge(self, config: RunConfig, documents: int, found: list[Verdict] | None = None) -> Proof:
-        """Measure baseline and candidate (or take their stored records), and judge."""
+        """Measure baseline and candidate (or take their stored records), and judge.
+
+        Errors: EvalqError when the baseline fails; a candidate that cannot run did not pass.
+        """
+        yardstick = as_baseline(prepare(dataclasses.replace(config, quant=baseline_scheme(config))))
+        self.watcher.cell(yardstick.name)
+        baseline = self._measure(measure(yardstick, self.watcher, self.command, reuse=True), documents)
         try:
             cell = prepare(config)
-            self.watcher.cell(f"{config.model.name} baseline")
-            baseline = self._measure(measure(as_baseline(cell), self.watcher, self.command, reuse=True), documents)
             self.watcher.cell(cell.name)
             candidate = self._measure(measure(cell, self.watcher, self.command, reuse=True), documents)
             verdict = judge_cell(cell, baseline, candidate)
@@ -125,7 +128,7 @@ class Bench:
             if error.kind not in ("unsupported", "engine", "no_kv_room", "oom"):
                 raise  # a full disk or an interruption says nothing about the candidate
             return _failed(error)
-        except ConfigError as error:
+        except (ConfigError, InfeasibleError) as error:
             return _failed(error)
         if found is not None:
             found.append(verdict)

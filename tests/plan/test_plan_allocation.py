@@ -22,7 +22,7 @@ units_strategy = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(units_strategy, st.integers(0, 100).map(lambda n: n / 1000))
 def test_as_good_as_every_combination(units: list[list[Choice]], budget: float) -> None:
     found = allocate(units, budget)

@@ -17,7 +17,7 @@ from stub_worker import in_process, plan_command, starts
 from evalq import pipeline
 from evalq.cli import search as cli
 from evalq.config import QuantConfig, RunConfig, config_hash
-from evalq.errors import ConfigError
+from evalq.errors import ConfigError, MeasurementError
 from evalq.facts.gpus import gpu_facts
 from evalq.facts.options import OPTIONS
 from evalq.records import Estimate, read_record
@@ -83,6 +83,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch, cell_config: Any) -> Callable[...
         base = QuantConfig(name="base", kv_cache_dtype="bfloat16", ignore=["lm_head"])
         return run_module.State(cell, gpu_facts("cpu"), UNITS, options, {"fp8": "no"}, damages, rows, base, bench)
 
+    monkeypatch.setattr(candidates, "RUNGS", 14)
     monkeypatch.setattr(run_module, "candidate", noted)
     monkeypatch.setattr(candidates, "candidate", noted)
     monkeypatch.setattr(run_module, "_prepare", prepared)
@@ -164,6 +165,23 @@ def test_the_bench_looks_in_turn_and_keeps_the_last_documents(
     ]
     froms = {(record["quant"]["name"], record["tasks"]["perplexity_from"]) for record in kept}
     assert froms == {("baseline", 0), ("w4a16", 0), ("baseline", 33), ("w4a16", 33)}
+
+
+def test_a_baseline_that_fails_ends_the_search_and_a_candidate_that_fails_does_not(
+    tmp_path: Path, cell_config: Any, no_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = cell_config("w4a16", "gate.required_tasks=[wikitext]", "tasks=perplexity", "data=embedded")
+    dead = {"act": "fail", "kind": "engine", "message": "no scores"}
+    for acts, raises in (({"w4a16": dead}, False), ({"baseline": dead}, True)):
+        command = plan_command(tmp_path / str(raises), {"act": "record", "documents": 20}, **acts)
+        monkeypatch.setattr(pipeline, "run_worker", in_process(command))
+        own = dataclasses.replace(config, paths=dataclasses.replace(config.paths, root=str(tmp_path / f"root{raises}")))
+        bench = Bench(own, split_documents(own), QuietWatcher(), command)
+        if raises:
+            with pytest.raises(MeasurementError, match="no scores"):
+                bench.prove(own.quant)
+        else:
+            assert (bench.prove(own.quant).status, bench.prove(own.quant).error) == ("FAILED", "no scores")
 
 
 def test_documents_left_out_are_another_measurement_and_none_is_the_old_one(cell_config: Any) -> None:
