@@ -28,7 +28,7 @@ class Sensitivity:
     kv_dtype: str
     attention_backend: str
     engine_version: str
-    tokens: int  # scored in each state of each path
+    tokens: int  # scored in one step in each state; the other paths score the later ones of them
     moved_nats: dict[str, float]  # "one step, scales x 1000" -> mean absolute change per token
     noise_nats: float  # the same between two unharmed passes, before and after
     threshold_nats: float  # a change above it counts as moved

@@ -36,12 +36,8 @@ def sensitivity_lines(found: Sequence[tuple[str, str, Sensitivity]]) -> list[str
         ],
         answers,
     )
-    moved = [
-        [name, where, path, f"{value:.4f}", str(s.tokens)]
-        for name, where, s in found
-        for path, value in s.moved_nats.items()
-    ]
-    return [*lines, *markdown_table(["scheme", "engine", "state", "moved, nats per token", "tokens"], moved)]
+    moved = [[name, where, path, f"{value:.4f}"] for name, where, s in found for path, value in s.moved_nats.items()]
+    return [*lines, *markdown_table(["scheme", "engine", "state", "moved, nats per token"], moved)]
 
 
 def _chunks(answer: Sensitivity) -> str:
