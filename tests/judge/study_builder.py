@@ -91,8 +91,12 @@ def named(record: Record, scheme: str, mark: str) -> Record:
     assert record.applied is not None
     applied = dataclasses.replace(record.applied, linear_methods={f"Kernel{mark}": 10})
     environment = {"vllm": f"0.32{mark}", "device": f"Device{mark}", f"key{mark}": "value"}
+    ledger = record.ledger
+    if scheme == "fp8-kv" and ledger is not None:  # half the cache
+        ledger = dataclasses.replace(ledger, kv_bytes_per_token=48, kv_pool_bytes=48 * 4096)
     return dataclasses.replace(
         record,
+        ledger=ledger,
         cell=cell,
         applied=applied,
         environment=environment,
