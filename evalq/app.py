@@ -146,6 +146,12 @@ def prepare(overrides: list[str], wanted: bool = True) -> list[str]:
             ready.append(override)
             continue
         sign, key, value = match["sign"], match["key"], match["value"]
+        if key == "hydra/launcher":
+            problems.append(
+                f"{key}={value}: evalq runs its cells itself and sends none of them through a Hydra launcher; "
+                "use executor=ray, or jobs/slurm"
+            )
+            continue
         if key == "experiment":
             problems.extend(_unknown_choices(key, value))
             ready.append(f"+experiment={value}")

@@ -18,7 +18,7 @@ import psutil
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 OBJECT_STORE_BYTES = 80 * 1024**2
-START_SECONDS = 300.0
+START_SECONDS = 420.0
 
 AGENTS = ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent", "metrics-export")
 
@@ -35,6 +35,16 @@ def free_ports(count: int) -> list[int]:
             free.close()
 
 
+def own_address() -> str:
+    """This machine's address as others see it; Ray does not find nodes by 127.0.0.1. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:  # no network at all
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
 class Cluster:
     """`machines` processes; each declares one of `resource`, and has a store and device locks of its own."""
 
@@ -44,17 +54,19 @@ class Cluster:
         self.machines: list[subprocess.Popen[bytes]] = []
         self.homes = [folder / f"machine-{number}" for number in range(machines)]
         self._port = free_ports(1)[0]
+        self._host = own_address()
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self._port}"
+        return f"{self._host}:{self._port}"
 
     def __enter__(self) -> Self:
         try:
-            for number, home in enumerate(self.homes):
-                where = ["--head", f"--port={self._port}", "--include-dashboard=false"] if number == 0 else []
-                self._start(home, where or [f"--address={self.address}"])
-                self._wait_for_machines(number + 1)
+            self._start(self.homes[0], ["--head", f"--port={self._port}", "--include-dashboard=false"])
+            self._wait_for_machines(1)
+            for home in self.homes[1:]:
+                self._start(home, [f"--address={self.address}"])
+            self._wait_for_machines(len(self.homes))
         except BaseException:
             self.close()
             raise
@@ -97,11 +109,12 @@ class Cluster:
         )
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-            if done.returncode == 0 and int(done.stdout.split()[-1]) >= count:
-                return
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one that comes too early may hang
+                done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+                if done.returncode == 0 and int(done.stdout.split()[-1]) >= count:
+                    return
             time.sleep(0.5)
-        raise TimeoutError(f"{count} machines have not joined: {done.stderr[-800:]}")
+        raise TimeoutError(f"{count} machines have not joined within {START_SECONDS:g} s")
 
     def kill(self, number: int) -> list[int]:
         """SIGKILL to everything of one machine, as if its power went; returns who was killed."""

@@ -105,9 +105,15 @@ def write(spec: Any, increase: float = 0.0, noise: float = 0.002, documents: int
     build.write(Path(spec.work_dir) / "record", made, rows)
 
 
-def _record(spec: Any, seconds: float = 0.0, **settings: Any) -> int:
+def _record(spec: Any, seconds: float = 0.0, seen: str = "", **settings: Any) -> int:
     send("stage", stage="start", label="starting the engine")
+    begin = time.monotonic()
     time.sleep(seconds)
+    if seen:  # which GPUs this worker sees, and when it had them
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        note = {"quant": spec.cell.quant, "gpus": gpus, "begin": begin, "end": time.monotonic()}
+        with open(seen, "a", encoding="utf-8") as log:
+            log.write(json.dumps(note) + "\n")
     send("started", seconds=0.1)
     send("stage", stage="score wikitext", label="scoring wikitext")
     send("progress", done=1, total=2, unit="sequences")

@@ -211,11 +211,8 @@ class StateWatcher(QuietWatcher):
         if state == "planned":
             return
         counts = self.rows.counts()
-        took = (
-            f" after {clock(self.rows.row(cell).ended - self.rows.row(cell).began)}"
-            if state in ("done", "failed")
-            else ""
-        )
+        row = self.rows.row(cell)
+        took = f" after {clock(row.ended - row.began)}" if state in ("done", "failed") and row.began else ""
         text = f"{cell}: {state}{took}{f' ({detail})' if detail else ''}"
         print(f"{text} [{counts['done']} of {len(self.rows.rows)} done]", file=sys.stderr, flush=True)
 

@@ -65,12 +65,12 @@ def run(
         watcher.expect(list(checked.names.values()))
         _schedule(checked, journal, executor, studies, watcher)
         load_again(checked.cells, [checked.of_cell[id(c.config)] for c in checked.cells], watcher, command, studies.of)
-    except BaseException:
+    except BaseException as error:
         if executor is not None:
             executor.close()
         journal.end(None, result.done)
         studies.abandon()
-        if kept:
+        if kept and not isinstance(error, ConfigError):
             watcher.say(
                 f"interrupted with {result.done} of {len(result.cells)} cells done; "
                 "the same command goes on with the others"

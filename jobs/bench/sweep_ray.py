@@ -26,6 +26,7 @@ import conftest  # noqa: E402
 from ray_cluster import Cluster  # noqa: E402
 from stub_worker import plan_command  # noqa: E402
 
+PATHS = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 FEW = [
     "tasks.perplexity_limit=4",
     "tasks.hellaswag_limit=4",
@@ -72,7 +73,7 @@ def main() -> int:
         sweep = subprocess.Popen(
             command(folder, given.engine, executor, root, given.schemes),
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "EVALQ_LEASES": str(folder / "leases"), "CI": "1"},
+            env={**os.environ, "PYTHONPATH": PATHS, "EVALQ_LEASES": str(folder / "leases"), "CI": "1"},
             text=True,
         )
         while sweep.poll() is None:
@@ -97,7 +98,7 @@ def main() -> int:
     if given.engine:
         told["largest_difference_to_local"] = difference(folder, root, given.schemes)
     print(json.dumps(told))
-    return 0 if told["done"] == told["expected"] and not told["twice"] else 1
+    return 0 if told["done"] and told["done"] == told["expected"] and not told["twice"] else 1
 
 
 def records_of(root: Path) -> dict[str, Any]:
@@ -128,7 +129,7 @@ def difference(folder: Path, root: Path, schemes: str) -> dict[str, float]:
     subprocess.run(
         command(folder, True, [], here, schemes),
         stdout=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "EVALQ_LEASES": str(folder / "leases"), "CI": "1"},
+        env={**os.environ, "PYTHONPATH": PATHS, "EVALQ_LEASES": str(folder / "leases"), "CI": "1"},
     )
     found: dict[str, list[Any]] = {}
     for store in (root, here):
