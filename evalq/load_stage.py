@@ -86,7 +86,9 @@ def with_load(
 
 def with_result(record: Record, result: LoadResult) -> Record:
     """The record with one load's figures in it, in place of earlier ones of that load."""
-    own = {name: load for name, load in record.loads.items() if name != result.name and not _is_level(name, result)}
+    earlier = record.load_results.get(result.name)
+    gone = {result.name, *(short_loads(earlier) if earlier else ())}
+    own = {name: load for name, load in record.loads.items() if name not in gone}
     notes = [note for note in record.notes if not note.startswith(f"load {result.name} was not measured")]
     return dataclasses.replace(
         record,
@@ -95,10 +97,6 @@ def with_result(record: Record, result: LoadResult) -> Record:
         loads_missing=[name for name in record.loads_missing if name != result.name],
         notes=notes,
     )
-
-
-def _is_level(name: str, result: LoadResult) -> bool:
-    return name in {f"{result.name} {level.label}" for level in result.levels}
 
 
 def _run(

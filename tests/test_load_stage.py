@@ -130,10 +130,10 @@ def test_new_figures_take_the_place_of_old_ones_of_the_same_load() -> None:
 
     record = record_builder.record("baseline", record_builder.baseline_rows(items=10))
     once = with_result(record, result(level(100, 101, 99), level(10, 11, 12, label="all at once")))
-    assert set(once.loads) == {"offline", "ladder concurrency 10", "ladder all at once"}
+    assert set(once.loads) == {"offline", "ladder-concurrency-10", "ladder-all-at-once"}
     twice = with_result(once, result(level(200, 201, 199), level(20, 21, 22, label="all at once")))
     assert set(twice.loads) == set(once.loads)
-    assert twice.loads["ladder concurrency 10"].output_tokens_per_second == 200
+    assert twice.loads["ladder-concurrency-10"].output_tokens_per_second == 200
     assert twice.loads["offline"] == record.loads["offline"]
 
 

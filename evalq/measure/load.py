@@ -175,10 +175,13 @@ def iso(wall_seconds: float) -> str:
 
 def short_loads(result: LoadResult) -> dict[str, Load]:
     """The result in short, one entry per level, as policies and tables read it; the only level goes by the load's name."""
-    return {
-        result.name if len(result.levels) == 1 else f"{result.name} {level.label}": _short(result, level)
-        for level in result.levels
-    }
+    return {short_name(result, level): _short(result, level) for level in result.levels}
+
+
+def short_name(result: LoadResult, level: Level) -> str:
+    """ "ladder-concurrency-100": a name that a policy's condition can hold."""
+    label = level.label.replace("/", "-per-").replace(" ", "-")
+    return result.name if len(result.levels) == 1 else f"{result.name}-{label}"
 
 
 def _short(result: LoadResult, level: Level) -> Load:
@@ -187,7 +190,7 @@ def _short(result: LoadResult, level: Level) -> Load:
     p50, p99 = (level.figures.get(f"latency_p{p}_seconds") for p in (50, 99))
     at_once = level.requests if result.start == "scoring" else 0  # 0: nobody held requests back
     return Load(
-        name=result.name if len(result.levels) == 1 else f"{result.name} {level.label}",
+        name=short_name(result, level),
         requests=level.requests,
         input_tokens_per_request=round(level.input_tokens),
         output_tokens_per_request=round(level.output_tokens),

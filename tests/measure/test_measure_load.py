@@ -134,8 +134,8 @@ def test_short_form_of_a_ladder_can_be_asked_for_by_concurrency() -> None:
     from evalq.judge.policy import load_figure
 
     short = short_loads(result(level(100, 110, 90), level(50, 51, 49, label="concurrency 1")))
-    assert list(short) == ["ladder concurrency 10", "ladder concurrency 1"]
-    assert load_figure(short, "ladder concurrency 1") is short["ladder concurrency 1"]
+    assert list(short) == ["ladder-concurrency-10", "ladder-concurrency-1"]
+    assert load_figure(short, "ladder-concurrency-1") is short["ladder-concurrency-1"]
 
 
 def test_trace_is_found_under_the_data_folder(
