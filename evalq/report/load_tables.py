@@ -145,8 +145,55 @@ def pair_lines(records: Sequence[Record]) -> list[list[str]]:
 PAIR_COLUMNS = ("cells", "level", "figure", "first", "second", "share", "noise", "stands")
 
 
+SHORT_COLUMNS = ("cell", "level", "output tok/s", "TTFT p99 s", "TPOT p50 ms", "latency p99 s", "stands")
+
+
+def short_rows(records: Sequence[Record]) -> list[list[str]]:
+    """The rows that fit a terminal of 80 columns; the whole is in the Markdown."""
+    rows = []
+    for record in records:
+        for result in record.load_results.values():
+            for level in result.levels:
+                figures = level.figures
+                rows.append(
+                    [
+                        record.cell.quant,
+                        level.label,
+                        _with_noise(figures.get("output_tokens_per_second")),
+                        _number(figures.get("ttft_p99_seconds"), 3),
+                        _number(figures.get("tpot_p50_seconds"), 1, 1000.0),
+                        _number(figures.get("latency_p99_seconds"), 2),
+                        "valid" if level.valid else "INVALID",
+                    ]
+                )
+    return rows
+
+
+def invalid_lines(records: Sequence[Record]) -> list[str]:
+    """Why a level does not count, one line each."""
+    return [
+        f"INVALID {record.cell.quant} ({record.cell.engine}), {result.name}, {level.label}: {'; '.join(level.reasons)}"
+        for record in records
+        for result in record.load_results.values()
+        for level in result.levels
+        if not level.valid
+    ]
+
+
+def pair_short(records: Sequence[Record]) -> list[str]:
+    """Pairs of cells in a line each: throughput and p99 latency as shares of the first cell's."""
+    lines = []
+    for title, compared in pair_rows(records):
+        for row in compared:
+            if row.figure in ("output_tokens_per_second", "latency_p99_seconds"):
+                word = "differs" if row.differs else "within noise"
+                why = "" if row.valid else f" (INVALID: {'; '.join(row.reasons)})"
+                lines.append(f"{title}, {row.level}: {row.figure} {100 * (row.share - 1):+.1f} %, {word}{why}")
+    return lines
+
+
 def load_table(records: Sequence[Record]) -> RenderableType:
-    """All loads of the records for the terminal."""
+    """All loads of the records for the terminal: tables that fit 80 columns, then lines."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -154,17 +201,18 @@ def load_table(records: Sequence[Record]) -> RenderableType:
     def table(title: str, columns: Sequence[str], rows: list[list[str]]) -> Table:
         made = Table(title=title, title_justify="left")
         for number, name in enumerate(columns):
-            made.add_column(name, justify="left" if number < 2 or number == len(columns) - 1 else "right")
+            made.add_column(name, justify="left" if number < 2 else "right")
         for row in rows:
             made.add_row(*row)
         return made
 
-    parts: list[RenderableType] = [table("evalq loads", COLUMNS, load_rows(records))]
-    pairs = pair_lines(records)
-    if pairs:
-        parts.append(table("cells against the first", PAIR_COLUMNS, pairs))
-    parts.append(table("memory ledger", LEDGER_COLUMNS, ledger_rows(records)))
-    return Group(*parts, *(Text(line) for line in condition_lines(records)))
+    ledger = [row[:5] for row in ledger_rows(records)]
+    lines = [*invalid_lines(records), *pair_short(records), *condition_lines(records)]
+    return Group(
+        table("evalq loads", SHORT_COLUMNS, short_rows(records)),
+        table("memory ledger", LEDGER_COLUMNS[:5], ledger),
+        *(Text(line) for line in lines),
+    )
 
 
 def markdown(records: Sequence[Record]) -> str:
