@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_safetensors import tiny_safetensors
 
 from evalq.config import RunConfig
 
@@ -38,16 +38,6 @@ def cell_config(tmp_path: Path) -> Callable[..., RunConfig]:
         return config
 
     return make
-
-
-def tiny_safetensors(folder: Path, **files: str) -> Path:
-    """The smallest folder that counts as a checkpoint: one tensor of two zeros."""
-    folder.mkdir(parents=True, exist_ok=True)
-    header = json.dumps({"w": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    for name, text in {"config.json": "{}", "tokenizer.json": "{}", **files}.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    return folder
 
 
 @pytest.fixture

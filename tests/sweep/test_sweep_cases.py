@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import tiny_safetensors
 from stub_cell import cell_command
 from stub_worker import in_process, plan_command, starts
+from tiny_safetensors import tiny_safetensors
 
 from evalq import pipeline, sweep
 from evalq.measure import device
