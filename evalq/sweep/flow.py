@@ -6,6 +6,7 @@ Flows are generators that ask for jobs and get outcomes. They know nothing of pr
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 from evalq.errors import ConfigError, EvalqError, InfeasibleError, MeasurementError
@@ -41,6 +42,15 @@ class Group:
     def result(self, cell: Prepared) -> CellResult:
         return self.checked.of_cell[id(cell.config)]
 
+    @functools.cached_property
+    def _own_baseline(self) -> Prepared | None:
+        """The baseline, where it was asked for as a cell of its own."""
+        return next((cell for cell in self.cells if cell.is_baseline), None)
+
+    @functools.cached_property
+    def _wants_floor(self) -> bool:
+        return any(cell.config.aa for cell in self.cells)
+
     def _first_limit(self) -> int | None:
         config = self.cells[0].config
         return config.gate.looks[0] if config.gate.extend and config.gate.looks else config.tasks.perplexity_limit
@@ -52,11 +62,11 @@ class Group:
                 self.watcher.cell(self.checked.names[cell_key(cell)])
                 self.watcher.say(f"warning: {warning}")
         outcome = yield self._baseline_job(self._first_limit())
-        own = next((self.result(cell) for cell in self.cells if cell.is_baseline), None)
+        own = self.result(self._own_baseline) if self._own_baseline else None
         if own is not None:
             own.measured, own.error, own.trace = outcome.measured, outcome.error, outcome.trace
             own.error = own.error or load_failure(own.measured)
-        if self._wants_floor() and outcome.measured is not None:
+        if self._wants_floor and outcome.measured is not None:
             again = yield self._again_job()
             if again.measured is not None:
                 self._keep_floor(outcome.measured, again.measured)
@@ -75,7 +85,7 @@ class Group:
                 result.error = without_baseline(baseline)
                 self.journal.failed(cell_key(cell), self.checked.names[cell_key(cell)], result.error)
                 return
-            if self._wants_floor() and limit == plan[0]:
+            if self._wants_floor and limit == plan[0]:
                 yield self._again_job()
             at_look = with_documents(cell, limit)
             result.measured = result.verdict = None  # an earlier look must not be judged again when this one fails
@@ -98,9 +108,9 @@ class Group:
 
     def _baseline_job(self, limit: int | None) -> Job:
         yardstick = with_documents(as_baseline(self.cells[0]), limit)
-        named = next((cell for cell in self.cells if cell.is_baseline), None)
-        name = self.checked.names[cell_key(named)] if named else self._baseline_name(yardstick)
-        anew = named is not None or not yardstick.config.reuse_baseline
+        own = self._own_baseline
+        name = self.checked.names[cell_key(own)] if own else self._baseline_name(yardstick)
+        anew = own is not None or not yardstick.config.reuse_baseline
         since = self._anew(yardstick) if anew and limit == self._first_limit() else 0.0
         return self._job(yardstick, name if limit == self._first_limit() else f"{name} ({limit} documents)", since)
 
@@ -130,9 +140,6 @@ class Group:
         key = cell_key(cell)
         left = self.journal.may_have_left_a_record(key) or bool(self.journal.record_of(key))
         return self.journal.began if self.journal.resumed and left else None
-
-    def _wants_floor(self) -> bool:
-        return any(cell.config.aa for cell in self.cells)
 
     def _keep_floor(self, baseline: Measured, again: Measured) -> None:
         config, records = self.cells[0].config, self.cells[0].places.records
