@@ -1,8 +1,8 @@
 """A sweep that is killed at a chosen disk operation: `python kill_points.py CHECKPOINT FOLDER SEED POINTS`.
 
-Each point has a store of its own: a child process runs the sweep on stubs and kills itself with SIGKILL at its n-th fsync,
-rename or lock; the next child goes on, and every third one is killed once more. Prints one JSON line per point: where it died,
-how often each cell's worker started, and the records that are there at the end.
+A child process runs the sweep on stubs and kills itself with SIGKILL at its n-th fsync, rename or lock; the next child goes on, and
+is killed too, up to four times on one store, before one may end the sweep. POINTS is the number of deaths. Prints one JSON line
+per store: where it died, how often each cell's worker started, and the records that are there at the end.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from stub_worker import in_process, plan_command, starts
 from evalq import pipeline, sweep
 from evalq.app import compose
 from evalq.config import RunConfig
+from evalq.quantize import weights_hash
 from evalq.records import RECORD_FILE, read_record
 from evalq.report.progress import QuietWatcher
 from evalq.sweep.journal import read_entries, read_plan
 
 SCHEMES = ("fp8-kv", "w4a16")
+MOST_PER_STORE = 4
 FEW = {"act": "record", "documents": 25}
 
 
@@ -101,22 +103,25 @@ def report(folder: Path) -> dict[str, Any]:
 
 def main(checkpoint: str, folder: str, seed: str, points: str) -> int:
     stub_cell.patch(checkpoint)
+    weights_hash(Path(checkpoint))  # kept beside the checkpoint: every run makes the same number of operations
     dice = random.Random(int(seed))
     whole = Path(folder) / "undisturbed"
     status, operations = run_sweep(whole, configs(whole / "root"), None)
     print(json.dumps({"point": None, "operations": operations, "status": status, **report(whole)}), flush=True)
-    for number in range(int(points)):
-        here = Path(folder) / f"point-{number}"
-        cells = configs(here / "root")
-        stops = [dice.randint(1, operations)]
-        if number % 3 == 2:
-            stops.append(dice.randint(1, operations))
-        died = []
-        for stop in stops:
+    deaths, number = 0, 0
+    while deaths < int(points):
+        here = Path(folder) / f"store-{number}"
+        number += 1
+        cells, stops = configs(here / "root"), []
+        while deaths < int(points) and len(stops) < MOST_PER_STORE:
+            stop = dice.randint(1, operations if not stops else operations // 2)
             status, _ = run_sweep(here, cells, stop)
-            died.append(os.WIFSIGNALED(status))
+            if not os.WIFSIGNALED(status):
+                break  # what was left needed fewer operations
+            stops.append(stop)
+            deaths += 1
         status, _ = run_sweep(here, cells, None)
-        print(json.dumps({"point": stops, "died": died, "status": status, **report(here)}), flush=True)
+        print(json.dumps({"point": stops, "status": status, **report(here)}), flush=True)
     return 0
 
 
