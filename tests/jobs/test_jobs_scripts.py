@@ -61,7 +61,7 @@ def told(tmp_path: Path) -> list[str]:
 def test_sbatch_brings_ray_up_on_every_node_and_ends_with_the_sweeps_code(
     tmp_path: Path, fakes: dict[str, str]
 ) -> None:
-    fakes["EVALQ_ACT"] = "exit 3"
+    fakes["EVALQ_ACT"] = 'until [ "$(grep -c "^ray start" "$TOLD")" -eq 3 ]; do sleep 0.02; done; exit 3'
     done = subprocess.run(
         ["bash", str(SCRIPTS[0]), "+experiment=schemes-and-models"],
         env=fakes,
