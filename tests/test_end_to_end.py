@@ -277,6 +277,13 @@ def answers(folder: Path, resumed: Ended) -> dict[str, Any]:
     return found
 
 
+def test_outputs_for_people_to_review(answers: dict[str, Any]) -> None:
+    outputs = answers["outputs"]["outputs"]
+    assert [output["prompt"] for output in outputs] == ["What is the capital of France?", "Count to three."]
+    assert all(output["text"].strip() and 0 < output["tokens"] <= 12 for output in outputs)
+    assert {output["finished"] for output in outputs} <= {"stop", "length"}
+
+
 def per_token(answers: dict[str, Any], one: str, other: str, task: str = "wikitext") -> float:
     """Largest difference of a document's or ending's sum, per token (endings: as if of one token, which is stricter)."""
     first, second = np.asarray(answers[task][one]), np.asarray(answers[task][other])

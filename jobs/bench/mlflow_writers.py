@@ -255,7 +255,7 @@ def _judge(
     whole = [
         r
         for r in cells
-        if r["complete"] == "true" and r["status"] == "FINISHED" and r["files"] >= 6 and r["metrics"] > 10
+        if r["complete"] == "true" and r["status"] == "FINISHED" and r["files"] >= 5 and r["metrics"] > 10
     ]
     wanted = arguments.writers * arguments.cells
     good = len(cells) == len(whole) == wanted and len(studies) == arguments.writers and not doubles
