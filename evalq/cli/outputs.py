@@ -134,8 +134,11 @@ def recorded_config(record: Record, folder: Path) -> RunConfig:
 
 
 def _without_scoring(config: RunConfig, root: Path) -> RunConfig:
-    """The same cell with nothing to score: only the engine is wanted."""
-    tasks = dataclasses.replace(config.tasks, perplexity=False, hellaswag=False, truthfulqa=False, extra=[])
+    """The same cell with one document to score, which shows that the engine works; the rest is generation."""
+    from evalq.config import KvConfig
+
+    tasks = dataclasses.replace(config.tasks, perplexity=True, perplexity_limit=1, keep_tokens=False, topk=0)
+    tasks = dataclasses.replace(tasks, divergence="none", hellaswag=False, truthfulqa=False, extra=[])
     load = dataclasses.replace(config.load, enabled=False)
     paths = dataclasses.replace(config.paths, root=str(root))
-    return dataclasses.replace(config, tasks=tasks, load=load, paths=paths)
+    return dataclasses.replace(config, tasks=tasks, load=load, paths=paths, kv=KvConfig())

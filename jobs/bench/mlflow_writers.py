@@ -35,7 +35,7 @@ from evalq.cli.ui import SERVER_ENVIRONMENT  # noqa: E402
 from evalq.tracking.process import child_environment  # noqa: E402
 
 LIMIT_SECONDS = 600.0
-KILL_AFTER_CELLS = 0.3  # share of all cells that are on disk when the server is killed
+KILL_AFTER_CELLS = 0.25  # share of all cells that are whole in MLflow when the server is killed
 AWAY_SECONDS = 3.0
 
 
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("store", choices=("sqlite", "postgres"))
     made.add_argument("--writers", type=int, default=8)
     made.add_argument("--cells", type=int, default=4, help="of each writer")
-    made.add_argument("--pause", type=float, default=0.5, help="seconds between cells")
+    made.add_argument("--pause", type=float, default=3.0, help="seconds between cells")
     return made
 
 
@@ -193,7 +193,7 @@ def _write(folder: Path, server: Server, arguments: argparse.Namespace) -> int:
         writer.start()
     if server.can_be_killed:
         enough = max(1, int(KILL_AFTER_CELLS * arguments.writers * arguments.cells))
-        _wait(lambda: len(list(folder.glob("records/*/record.json"))) >= enough, "the first records")
+        _wait(lambda: _uploaded(folder) >= enough, "the first records to arrive")
         server.kill()
         time.sleep(AWAY_SECONDS)
         server.start()
@@ -201,6 +201,11 @@ def _write(folder: Path, server: Server, arguments: argparse.Namespace) -> int:
     for writer in writers:
         writer.join(30)
     return int(pending)
+
+
+def _uploaded(folder: Path) -> int:
+    """Records that MLflow has taken: their marker is gone."""
+    return sum(not (file.parent / "sync_pending").exists() for file in folder.glob("records/*/config.yaml"))
 
 
 def _one_writer(number: int, root: str, uri: str, cells: int, pause: float, answers: Any) -> None:
