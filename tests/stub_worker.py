@@ -105,10 +105,12 @@ def write(spec: Any, increase: float = 0.0, noise: float = 0.002, documents: int
     build.write(Path(spec.work_dir) / "record", made, rows)
 
 
-def _record(spec: Any, seconds: float = 0.0, seen: str = "", **settings: Any) -> int:
+def _record(spec: Any, seconds: float = 0.0, seen: str = "", meet: str = "", **settings: Any) -> int:
     send("stage", stage="start", label="starting the engine")
     begin = time.monotonic()
     time.sleep(seconds)
+    while meet and len(Path(meet).read_text(encoding="utf-8").split()) < 3 and time.monotonic() < begin + 60.0:
+        time.sleep(0.02)  # until the baseline and two more have started: these two run at once
     if seen:  # which GPUs this worker sees, and when it had them
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         note = {"quant": spec.cell.quant, "gpus": gpus, "begin": begin, "end": time.monotonic()}

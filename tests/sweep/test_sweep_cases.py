@@ -84,7 +84,7 @@ def on_gpus(configs: list[Any], monkeypatch: pytest.MonkeyPatch, count: int) -> 
 def test_b3_second_cell_waits_for_the_memory_of_the_first_or_names_who_holds_it(
     cell_config: Any, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configs = [cell_config("fp8-kv"), cell_config("fp8-weights")]
+    configs = [cell_config("fp8-kv", "load=off"), cell_config("fp8-weights", "load=off")]
     on_gpus(configs, monkeypatch, 1)
     used = iter(["100, 80000", "100, 80000", "70000, 80000"])  # baseline, fp8-kv, and then it does not become free
     last = ["70000, 80000"]
@@ -124,7 +124,9 @@ def test_c5_two_cells_at_once_have_two_gpus_and_each_its_own(
     configs = [cell_config(name) for name in ("fp8-kv", "fp8-weights", "fp8-weights-kv")]
     on_gpus(configs, monkeypatch, 2)
     log = tmp_path / "seen"
-    command = plan_command(tmp_path / "stub", {"act": "record", "seconds": 0.5, "seen": str(log)})
+    act = {"act": "record", "seen": str(log)}
+    stub = tmp_path / "stub"
+    command = plan_command(stub, {**act, "meet": str(stub / "starts")}, baseline=act)
     assert local_workers([pipeline.prepare(config) for config in configs]) == (2, 2)
     result = sweep.run(configs, QuietWatcher(), command, cell_command(no_checkpoint, "h100"))
     assert result.done == 3, [str(cell.error) for cell in result.cells]
