@@ -90,6 +90,7 @@ def test_hostile_records_stay_text(hostile_html: str) -> None:
 @example("\x01")
 @example("\ufffe")
 @example("\ud800 half")
+@example("0" * 24 + "\U00010000" * 12)
 def test_any_name_can_be_drawn(name: str) -> None:
     row = {"name": name, "value": 1.0, "low": 0.5, "high": 2.0, "label": name, "ink": "var(--c1)"}
     read = Reader(svg_of(interval_rows([row], name)(760), name))

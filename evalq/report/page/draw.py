@@ -9,6 +9,9 @@ from typing import Any
 from evalq.report.page.blocks import Spec
 from evalq.report.page.markup import clean
 
+_ASTRAL = re.compile(
+    "[\U00010000-\U0010ffff]"
+)  # cut in two where a long label is shortened, which the library cannot read
 TEXT_LIMIT = 160  # characters of one text in a picture
 INSTALL = "pip install 'evalq[report]'"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
@@ -63,7 +66,7 @@ def svg_of(spec: Spec, description: str) -> str:
 def drawable(value: Any) -> Any:
     """A specification whose texts the library survives: a character that XML lacks ends the whole process there."""
     if isinstance(value, str):
-        flat = clean(value).replace("\n", " ").replace("\t", " ")
+        flat = _ASTRAL.sub("\ufffd", clean(value)).replace("\n", " ").replace("\t", " ")
         return flat if len(flat) <= TEXT_LIMIT else flat[: TEXT_LIMIT - 1] + "…"
     if isinstance(value, dict):
         return {key: drawable(item) for key, item in value.items()}
