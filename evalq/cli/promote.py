@@ -52,6 +52,7 @@ def main(argv: list[str]) -> int:
         raise MissingExtraError("evalq promote", "mlflow", "measure")
     if arguments.upload and arguments.by_reference:
         raise ConfigError("--upload needs the checkpoint here and --by-reference says that it is not; leave one out")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     store = _store(arguments)
     found = judged(arguments)
     problem = _tampered(found, arguments.verdict)
