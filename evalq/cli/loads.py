@@ -11,15 +11,20 @@ from evalq.errors import EXIT_PASS, RecordError
 from evalq.records import Record, read_record
 
 
-def main(argv: list[str]) -> int:
-    """Read, compare with the first, show. Errors: RecordError."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """What the verb takes."""
+    found = argparse.ArgumentParser(
         prog="python -m evalq loads",
         description="Loads of stored records side by side; the first record is what the others are compared with.",
     )
-    parser.add_argument("records", nargs="+", type=Path, help="record folders")
-    parser.add_argument("--format", choices=("table", "markdown", "json"), default="table")
-    options = parser.parse_args(argv)
+    found.add_argument("records", nargs="+", type=Path, help="record folders")
+    found.add_argument("--format", choices=("table", "markdown", "json"), default="table")
+    return found
+
+
+def main(argv: list[str]) -> int:
+    """Read, compare with the first, show. Errors: RecordError."""
+    options = parser().parse_args(argv)
     records = [read_record(folder) for folder in options.records]
     bare = [record.record_id for record in records if not record.load_results]
     if bare:

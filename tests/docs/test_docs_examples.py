@@ -62,6 +62,8 @@ def test_commands_are_taken(page: str, arguments: list[str]) -> None:
     module = importlib.import_module(VERBS[verb][0])
     if verb in LIGHT_RUNS and not any("/" in word or PLACEHOLDER.match(word) for word in rest):
         assert main([verb, *rest]) in (0, 4)
+    elif verb == "sweep":  # takes what a run takes, and flags of its own
+        composed(["-m", *(word for word in rest if not word.startswith("--"))])
     elif verb != "run":
         assert parsed(module.parser(), rest)
     elif not any(PLACEHOLDER.match(word.split("=")[-1]) for word in rest):
