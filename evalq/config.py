@@ -535,6 +535,36 @@ def _check_group(where: str, group: QuantGroup) -> list[str]:
     return problems
 
 
+# What evalq passes to the engine by itself, and the key that sets it.
+ENGINE_KEYS = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "kv_cache_dtype": "quant.kv_cache_dtype",
+    "quantization": "quant.engine_quantization",
+    "gpu_memory_utilization": "gpu.memory_utilization",
+    "trust_remote_code": "model.trust_remote_code",
+    "worker_extension_cls": "tasks.scorer",
+    **{
+        key: f"engine.{key}"
+        for key in (
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "enable_prefix_caching",
+            "enable_chunked_prefill",
+            "enforce_eager",
+            "load_format",
+            "seed",
+            "block_size",
+            "attention_backend",
+        )
+    },
+}
+
+
 def _check_numbers(config: RunConfig) -> list[str]:
     problems = []
     positive = {
@@ -576,6 +606,10 @@ def _check_numbers(config: RunConfig) -> list[str]:
     ):
         if window < 16:
             problems.append(f"{name}={window} tokens is too short to score anything; use 16 or more")
+    for key in sorted(set(config.engine.extra) & set(ENGINE_KEYS)):
+        problems.append(
+            f"engine.extra.{key} is set by evalq itself, and would be recorded as what it is not; set {ENGINE_KEYS[key]}"
+        )
     if config.engine.load_format not in ("auto", "dummy"):
         problems.append(
             f"engine.load_format={config.engine.load_format!r}: {nearest(config.engine.load_format, ('auto', 'dummy'))}"

@@ -340,3 +340,9 @@ def test_bad_cells_of_a_sweep_are_all_named(tmp_path: Path) -> None:
         app.collect(["-m", *CELL, "gpu.count=0,1", "gate.target=1%,3%", f"paths.root={tmp_path}"])
     assert "gpu.count=0 must be above 0" in str(caught.value)
     assert "gate.target=3% is above gate.limit=1.5%" in str(caught.value)
+
+
+@pytest.mark.parametrize(("key", "own"), [("max_model_len", "engine.max_model_len"), ("dtype", "model.dtype")])
+def test_engine_extra_cannot_override_what_evalq_sets(key: str, own: str) -> None:
+    with pytest.raises(ConfigError, match=own):
+        app.compose(["+model=smollm2-135m", "+quant=fp8-kv", "gpu=cpu", f"+engine.extra.{key}=64"])
