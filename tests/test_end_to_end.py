@@ -189,6 +189,9 @@ def test_fp8_kv_has_half_the_bytes_per_token(records: tuple[Record, Record]) -> 
     assert baseline.kv_bytes_per_token == 23_040 == baseline.predicted["kv_bytes_per_token"]
     assert candidate.kv_bytes_per_token == 11_520 == candidate.predicted["kv_bytes_per_token"]
     assert candidate.kv_pool_tokens == pytest.approx(2 * (baseline.kv_pool_tokens or 0), rel=0.01)
+    for ledger in (baseline, candidate):  # the planner's pool is the engine's, to the token and to the byte
+        for figure in ("kv_pool_tokens", "kv_pool_bytes"):
+            assert getattr(ledger, figure) == ledger.predicted[figure], figure
     assert baseline.weight_bytes == candidate.weight_bytes == baseline.predicted["weight_bytes"]
 
 
