@@ -34,8 +34,9 @@ demo: install
 	echo "the job's own exit code: $$code (0 pass, 1 quality fail, 3 inconclusive are verdicts)"; \
 	case $$code in 0|1|3) exit 0;; *) exit $$code;; esac
 
+# Files of tests side by side, at most four at once; a real engine takes the cores in turn.
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 # axe-core looks for barriers in pages; it is fetched, never a part of the project. Without npm its test is skipped.
 AXE := .ui/node_modules/axe-core/axe.min.js

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,12 @@ import pytest
 from tiny_safetensors import tiny_safetensors
 
 from evalq.config import RunConfig
+
+
+def pytest_configure() -> None:
+    """Started by xdist or in a shell's background, Ctrl-C is ignored, and so in every child: no test could press it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @functools.cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -117,8 +116,6 @@ def test_planning_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_the_whole_matrix_takes_under_three_seconds_of_processor_time(capsys: pytest.CaptureFixture[str]) -> None:
-    started = time.process_time()
+def test_the_whole_matrix(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["+model=all", "+quant=all", "+gpu=all"]) == 0
-    assert time.process_time() - started < 3.0
     assert len(capsys.readouterr().out.splitlines()) > 500
