@@ -51,7 +51,7 @@ def add_kv_scales(folder: Path, source: Path, out_root: Path, progress: Progress
             return target
         if progress is not None:
             progress(0, 1, "measuring keys and values over calibration text")
-        return _make(folder, measured_scales(source), target, key)
+        return write_kv_scales(folder, measured_scales(source), target, key)
 
 
 def _text_hash() -> str:
@@ -116,7 +116,12 @@ def _layer_number(module: str) -> tuple[int, ...]:
     return tuple(int(part) for part in module.split(".") if part.isdigit())
 
 
-def _make(folder: Path, scales: dict[str, Any], target: Path, key: str) -> Path:
+def write_kv_scales(folder: Path, scales: dict[str, Any], target: Path, key: str) -> Path:
+    """The checkpoint in `folder` with these scales, as the new folder `target` whose manifest holds `key`.
+
+    scales: {"tokens": of the text they are from, "k": one per layer, "v": one per layer}. Errors: MeasurementError(checkpoint)
+    when the layers do not match, (disk) when there is no room.
+    """
     import torch
     from safetensors.torch import save_file
 
