@@ -29,7 +29,7 @@ from evalq.judge.comparable import (
 )
 from evalq.judge.complete import missing_measurements, required_metrics, required_tasks
 from evalq.judge.conditions import condition_check
-from evalq.judge.kv import blindness, kv_checks, pool_problem, reads_elsewhere
+from evalq.judge.kv import blindness, kv_checks, pool_problem, reads_elsewhere, short_contexts
 from evalq.judge.pairs import ItemPairs, Tables, document_pairs, item_pairs
 from evalq.judge.perplexity import is_warning, perplexity_check
 from evalq.judge.policy import Policy, checked_policy, flat_policy
@@ -135,7 +135,7 @@ def _judge_tables(case: _Case, first: Tables, second: Tables, floor: Estimate | 
     suspicion = identical_values(case.baseline, case.candidate, documents)
     if reads_elsewhere(case.candidate):  # equal prefill scores are then what is expected of the scheme
         suspicion = None
-    return _conclude(case, checks, suspicion)
+    return _conclude(case, checks, suspicion, short_contexts(case.baseline, case.candidate, documents, PERPLEXITY_TASK))
 
 
 def _unequal_counts(case: _Case) -> list[str]:
@@ -186,7 +186,7 @@ def _task_check(pairs: ItemPairs, task: str, metric: str, rules: Policy) -> Chec
     return Check(f"{task} {metric}", required, status, estimate, None, margin, reason)
 
 
-def _conclude(case: _Case, checks: list[Check], suspicion: str | None) -> Verdict:
+def _conclude(case: _Case, checks: list[Check], suspicion: str | None, notes: Sequence[str]) -> Verdict:
     """The worst required check decides; a PASS needs every required check to pass."""
     required = [check for check in checks if check.required]
     statuses = {check.status for check in required} | ({"SUSPECT"} if suspicion else set())
@@ -202,7 +202,7 @@ def _conclude(case: _Case, checks: list[Check], suspicion: str | None) -> Verdic
     reasons += [f"advice: {check.reason}" for check in checks if not check.required]
     reasons += [f"note: {check.estimate.note}" for check in required if check.estimate and check.estimate.note]
     reasons += _left_out_notes(case)
-    reasons += [f"note: {text}" for text in scheme_forced(case.baseline, case.candidate)]
+    reasons += [f"note: {text}" for text in [*notes, *scheme_forced(case.baseline, case.candidate)]]
     reasons += [f"allowed difference: {item}" for item in case.allowed]
     return case.verdict(status, warning, reasons, checks)
 

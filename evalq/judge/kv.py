@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 POSITION_EDGES = (1, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)  # tokens of context
+LONG_CONTEXT = 2048  # tokens: from here on FP8 KV lost several times what it lost below 512 (reports/kv-h200)
 DECODE_METRIC = "decode"
 
 
@@ -87,6 +88,20 @@ def reads_elsewhere(candidate: Record) -> bool:
     """Whether prefill cannot see the scheme and the decode path was scored for it."""
     report = candidate.kv
     return bool(report and report.sensitivity and report.decode and report.sensitivity.prefill != "yes")
+
+
+def short_contexts(baseline: Record, candidate: Record, documents: DocumentPairs, task: str) -> list[str]:
+    """What a verdict on a quantised KV cache does not cover: contexts longer than the longest that was scored, in tokens."""
+    kept = [record.applied.kv_dtype_effective for record in (baseline, candidate) if record.applied is not None]
+    if len(kept) != 2 or kept[0] == kept[1] or not is_quantised_kv(kept[1]):
+        return []
+    longest = int(min(documents.counts["tokens"].max(), candidate.tasks[task].window_tokens))
+    if longest >= LONG_CONTEXT or (candidate.kv is not None and candidate.kv.long is not None):
+        return []
+    return [
+        f"the KV cache is {kept[1].split()[0]} and the longest context scored has {longest:,} tokens; its loss grows with "
+        f"the context, so score documents of {LONG_CONTEXT:,} tokens or more (data=local, data=hub) or add kv=study"
+    ]
 
 
 def kv_checks(

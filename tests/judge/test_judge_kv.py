@@ -68,6 +68,21 @@ def test_kv_scheme_whose_prefill_reads_the_cache_passes(tmp_path: Path) -> None:
     assert found.status == "PASS"
 
 
+def test_a_verdict_says_how_long_the_contexts_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 KV loses more the longer the context: a pass on short documents must not be taken for one on long ones."""
+    baseline = side(tmp_path, "baseline", {})
+    assert not any(
+        "longest context" in text for text in verdict(baseline, kv_side(tmp_path, KvReport(answer()))).reasons
+    )
+    window = baseline[0].tasks["wikitext"].window_tokens
+    monkeypatch.setattr(kv, "LONG_CONTEXT", window + 1)
+    (note,) = [text for text in verdict(baseline, kv_side(tmp_path, KvReport(answer()))).reasons if "longest" in text]
+    assert note.startswith(f"note: the KV cache is fp8_e4m3 and the longest context scored has {window:,} tokens")
+    scored = KvReport(answer(), long=LongScore(2, 0, 4096, 8192, 20.0, "h", 1.0))
+    for other in (kv_side(tmp_path / "long", scored), side(tmp_path, "int8-w8a8", {}, quant="int8-w8a8")):
+        assert not any("longest context" in text for text in verdict(baseline, other).reasons)
+
+
 @pytest.mark.parametrize(
     ("report", "words"),
     [
