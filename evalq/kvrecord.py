@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 SIXTEEN_BIT_KV = ("bfloat16", "float16", "float32")
 NEEDLE_ANSWER_TOKENS = 12  # generated after each needle prompt
+CONTEXT_WORDS = "longest context scored"  # in a verdict's note on what it does not cover
 PREFILL_ANSWERS = ("yes", "only across chunks", "no")
 
 

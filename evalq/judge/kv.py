@@ -20,7 +20,7 @@ from evalq.judge.pairs import DocumentPairs, ItemPairs
 from evalq.judge.perplexity import perplexity_check
 from evalq.judge.policy import Policy
 from evalq.judge.tasks import accuracy_difference, mcnemar
-from evalq.kvrecord import is_quantised_kv
+from evalq.kvrecord import CONTEXT_WORDS, is_quantised_kv
 from evalq.records import Check, Estimate, Record, read_table
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def short_contexts(baseline: Record, candidate: Record, documents: DocumentPairs
     if longest >= LONG_CONTEXT or (candidate.kv is not None and candidate.kv.long is not None):
         return []
     return [
-        f"the KV cache is {kept[1].split()[0]} and the longest context scored has {longest:,} tokens; its loss grows with "
+        f"the KV cache is {kept[1].split()[0]} and the {CONTEXT_WORDS} has {longest:,} tokens; its loss grows with "
         f"the context, so score documents of {LONG_CONTEXT:,} tokens or more (data=local, data=hub) or add kv=study"
     ]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from evalq.kvrecord import CONTEXT_WORDS
 from evalq.records import Estimate, Record, Verdict
 
 SPEED_NOISE = 0.02  # a share; repeats within one engine start agree better than two starts do
@@ -46,6 +47,7 @@ class Point:
     speed: float | None
     speed_low: float | None
     speed_high: float | None
+    caution: str = ""  # what the verdict does not cover, in the judge's words
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,9 @@ def point_of(name: str, record: Record, verdict: Verdict | None, workload: Workl
         speed=load.output_tokens_per_second if load else None,
         speed_low=load.output_tokens_per_second_low if load else None,
         speed_high=load.output_tokens_per_second_high if load else None,
+        caution=next((text.removeprefix("note: ") for text in verdict.reasons if CONTEXT_WORDS in text), "")
+        if verdict
+        else "",
     )
 
 
@@ -216,6 +221,8 @@ def _ship(model: str, gpu: str, best: Placed, baseline: Point, items: Sequence[P
     if point.increase is not None and point.increase.value is not None:
         parts.append(f"It is within the budget (perplexity {_percent(point.increase)} over the baseline).")
     parts.append(_against(point, baseline, workload))
+    if point.caution:
+        parts.append(f"But {point.caution}.")
     rivals = [
         item.point for item in items if item.point.releasable and item is not best and item.point.name not in best.tied
     ]

@@ -134,6 +134,12 @@ def advice(*points: Point) -> Any:
     return found
 
 
+def test_recommendation_says_what_the_verdict_does_not_cover() -> None:
+    found = advice(BASELINE, point("fp8-kv", 0.005, 50, 100.0, caution="the longest context scored has 290 tokens"))
+    assert found.text.startswith("m on g: ship fp8-kv.")
+    assert found.text.endswith("But the longest context scored has 290 tokens.")
+
+
 def test_recommendation_names_the_cell_its_gain_and_the_refused() -> None:
     found = advice(
         BASELINE,

@@ -10,6 +10,7 @@ from evalq.report.page.view import Candidate, Group, StudyView
 from evalq.report.words import ABSENT, interval, verdict_word
 
 KINDS = {"PASS": "pass", "FAIL": "fail", "INVALID": "fail", "INCONCLUSIVE": "warn", "SUSPECT": "open"}
+NOTE = "note: "  # how the judge begins what is no reason for the verdict
 CLAIM_WORDS = {
     "agrees": Word("agrees", "pass"),
     "differs": Word("differs", "warn"),
@@ -69,7 +70,7 @@ def verdict_section(group: Group) -> list[Block]:
             )
         )
     blocks += _corrected(group)
-    return [*blocks, *_exceptions(group)]
+    return [*blocks, *_noted(group), *_exceptions(group)]
 
 
 def _documents(one: Candidate) -> str:
@@ -99,6 +100,16 @@ def _corrected(group: Group) -> list[Block]:
             "note",
         )
     ]
+
+
+def _noted(group: Group) -> list[Block]:
+    """What the judge wants known beside a verdict; a sentence that several schemes share is said once."""
+    found: dict[str, list[str]] = {}
+    for one in group.candidates:
+        for reason in one.verdict.reasons if one.verdict else []:
+            if reason.startswith(NOTE) and not reason.startswith(f"{NOTE}A/A floor"):  # the floor has its own place
+                found.setdefault(reason.removeprefix(NOTE), []).append(one.name)
+    return [Text(f"{', '.join(names)}: {text}.", "note") for text, names in found.items()]
 
 
 def _exceptions(group: Group) -> list[Block]:
