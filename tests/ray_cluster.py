@@ -20,8 +20,6 @@ RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 OBJECT_STORE_BYTES = 80 * 1024**2
 START_SECONDS = 420.0
 
-AGENTS = ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent", "metrics-export")
-
 
 def free_ports(count: int) -> list[int]:
     """Ports that nobody had a moment ago."""
@@ -64,9 +62,10 @@ class Cluster:
         try:
             self._start(self.homes[0], ["--head", f"--port={self._port}", "--include-dashboard=false"])
             self._wait_for_machines(1)
-            for home in self.homes[1:]:
+            # One by one: raylets that start together on one machine may choose the same port.
+            for number, home in enumerate(self.homes[1:], 2):
                 self._start(home, [f"--address={self.address}"])
-            self._wait_for_machines(len(self.homes))
+                self._wait_for_machines(number)
         except BaseException:
             self.close()
             raise

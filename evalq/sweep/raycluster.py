@@ -11,6 +11,7 @@ import contextlib
 import os
 import select
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from evalq.sweep.local import CellProcess, outcome_of, request_of
 from evalq.tracking.store import slug
 
 UNPLACED_SECONDS = 120.0  # a job that no machine has room for by then is told to the user, once
+ANSWER_SECONDS = 15.0  # patience with a head that is about to start; Ray asks a wrong address for many minutes
 MOST_PER_TASK = 64 * 1024**2  # bytes of one file that is sent back; larger ones are logs and are cut
 
 # Ray's names for what it finds on a machine by itself.
@@ -297,6 +299,7 @@ def _connect(address: str | None, say: Callable[[str], None]) -> Any:
     wanted = address or os.environ.get("RAY_ADDRESS")
     try:
         if wanted:
+            _wait_for_answer(wanted)
             ray.init(address=wanted, **quiet)
         else:
             here = detect()
@@ -309,3 +312,19 @@ def _connect(address: str | None, say: Callable[[str], None]) -> Any:
         ) from error
     say(f"Ray: {wanted or 'a cluster on this machine'}, {len([n for n in ray.nodes() if n['Alive']])} machines")
     return ray
+
+
+def _wait_for_answer(address: str) -> None:
+    """Until somebody listens at HOST:PORT; auto, local and ray:// are for Ray to find. Errors: ConnectionError."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdigit():
+        return
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while True:
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=5.0):
+                return
+        except (OSError, OverflowError) as error:
+            if time.monotonic() >= deadline:
+                raise ConnectionError(str(error)) from error
+            time.sleep(0.5)

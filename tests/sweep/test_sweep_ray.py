@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from evalq import sweep
 from evalq.errors import ConfigError, MissingExtraError
 from evalq.records import read_record
 from evalq.report.progress import QuietWatcher
+from evalq.sweep import raycluster
 from evalq.sweep.journal import read_entries
 
 pytestmark = pytest.mark.ray
@@ -74,8 +76,26 @@ def test_without_ray_it_says_what_to_install(
         sweep.run([cell_config("fp8-kv", "executor=ray")], QuietWatcher())
 
 
-def test_no_cluster_at_an_address_is_a_config_error(cell_config: Any, no_checkpoint: Path) -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999", "[::1]:1"])
+def test_an_address_where_nobody_listens(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raycluster, "ANSWER_SECONDS", 0.0)
+    with pytest.raises(ConnectionError):
+        raycluster._wait_for_answer(address)
+
+
+def test_an_address_where_somebody_listens_or_that_ray_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raycluster, "ANSWER_SECONDS", 5.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        raycluster._wait_for_answer(f"127.0.0.1:{server.getsockname()[1]}")
+    for address in ("auto", "local", "ray://127.0.0.1:1"):
+        raycluster._wait_for_answer(address)
+
+
+def test_no_cluster_at_an_address_is_a_config_error(
+    cell_config: Any, no_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("ray", reason="executor=ray needs pip install 'evalq[ray]'")
+    monkeypatch.setattr(raycluster, "ANSWER_SECONDS", 1.0)
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     with pytest.raises(ConfigError, match=r"no Ray cluster answers at 127\.0\.0\.1:1"):
         sweep.run([cell_config("fp8-kv", "executor=ray", "executor.address=127.0.0.1:1")], QuietWatcher())
