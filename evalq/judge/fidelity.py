@@ -141,16 +141,20 @@ def known_cells(table: pa.Table, logprob: Floats) -> tuple[NDArray[np.int64], Fl
 
 def _top(table: pa.Table) -> tuple[NDArray[np.int64], Floats]:
     """The top k as rectangles padded with id -1; the first choice alone where no top k was kept."""
-    lists = table.column("topk_ids").combine_chunks()
+    lists, logs = (table.column(name).combine_chunks() for name in ("topk_ids", "topk_logprobs"))
     if lists.null_count:
         ids = np.asarray(table.column("top1_id").to_numpy(zero_copy_only=False), np.int64)[:, None]
         return ids, _floats(table, "top1_logprob")[:, None]
+    if not lists.value_lengths().equals(logs.value_lengths()):
+        raise RecordError("topk_ids and topk_logprobs of a record are not of one length; measure it anew")
     lengths = np.asarray(lists.value_lengths().to_numpy(zero_copy_only=False), np.int64)
     width = int(lengths.max(initial=0))
     ids, values = np.full((len(lists), width), -1, np.int64), np.full((len(lists), width), -np.inf)
     inside = np.arange(width) < lengths[:, None]
-    ids[inside] = lists.flatten().to_numpy()
-    values[inside] = table.column("topk_logprobs").combine_chunks().flatten().to_numpy()
+    ids[inside] = lists.flatten().to_numpy(zero_copy_only=False)
+    values[inside] = logs.flatten().to_numpy(zero_copy_only=False)
+    if np.isnan(values).any():
+        raise RecordError("topk_logprobs of a record are empty or not numbers; measure it anew")
     return ids, values
 
 
