@@ -386,6 +386,8 @@ def read_verdict(path: Path | str) -> Verdict:
     """Read a verdict from its folder or its verdict.json. Errors: RecordError in one sentence."""
     file = Path(path)
     file = file / VERDICT_FILE if file.is_dir() else file
+    if file.name != VERDICT_FILE:  # the seal is of verdict.json, whatever lies beside it
+        raise RecordError(f"{file} is no verdict; give the folder of an earlier --out or its {VERDICT_FILE}")
     return from_mapping(Verdict, _read_mapping(file, "verdict"), str(file))
 
 
