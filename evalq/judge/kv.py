@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evalq.errors import RecordError
-from evalq.judge.fidelity import CHUNK, known_cells, partition_kld
+from evalq.judge.fidelity import CHUNK, HIGHEST, known_cells, partition_kld
 from evalq.judge.paired import Floats, as_increase, ratio
 from evalq.judge.pairs import DocumentPairs, ItemPairs
 from evalq.judge.perplexity import perplexity_check
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 POSITION_EDGES = (1, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)  # tokens of context
 DECODE_METRIC = "decode"
 MAY_BE_EMPTY = ("topk_ids", "topk_logprobs", "answer")  # nobody asked for them, or the model said nothing
-HIGHEST = 1e-3  # a log-probability in float32 may be rounded to this far above 0
 
 
 @dataclass(frozen=True)
