@@ -451,9 +451,13 @@ def config_hash(config: RunConfig) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
+FOLDER_NAME = re.compile(r"\w[\w.+ -]{0,79}")
+
+
 def check(config: RunConfig) -> None:
     """Raise one ConfigError that lists every problem of the config; return when there is none."""
     problems = [
+        *_check_names(config),
         *_check_model(config.model),
         *_check_quant(config.quant),
         *_check_numbers(config),
@@ -467,6 +471,17 @@ def check(config: RunConfig) -> None:
     ]
     if problems:
         raise ConfigError(*problems)
+
+
+def _check_names(config: RunConfig) -> list[str]:
+    """Names of a cell become folders: one with a slash would leave the store, where no later run finds what was measured."""
+    names = {group: str(getattr(config, group).name) for group in ("model", "quant", "gpu", "engine", "load")}
+    return [
+        f"{group}.name={name[:100]!r} cannot name a folder; use 1 to 80 letters, digits, dots, dashes, underscores, plus "
+        "signs or blanks, a letter or digit first"
+        for group, name in names.items()
+        if not FOLDER_NAME.fullmatch(name)
+    ]
 
 
 def _check_model(model: ModelConfig) -> list[str]:
@@ -779,6 +794,10 @@ def check_gate(gate: GateConfig) -> list[str]:
         problems.append(f"gate.min_documents={gate.min_documents} must be 2 or more; one document has no interval")
     if any(look < 2 for look in gate.looks) or sorted(set(gate.looks)) != list(gate.looks):
         problems.append(f"gate.looks={list(gate.looks)} must be rising document counts of 2 or more, e.g. [20, 40, 62]")
+    if gate.extend and not gate.looks:
+        problems.append(
+            "gate.extend=true measures on at the looks of gate.looks, and there are none; e.g. [20, 40, 62]"
+        )
     for task, margin in gate.task_margins.items():
         try:
             parse_share(margin, f"gate.task_margins.{task}")

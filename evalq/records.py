@@ -386,6 +386,8 @@ def read_verdict(path: Path | str) -> Verdict:
     """Read a verdict from its folder or its verdict.json. Errors: RecordError in one sentence."""
     file = Path(path)
     file = file / VERDICT_FILE if file.is_dir() else file
+    if file.name != VERDICT_FILE:  # the seal is of verdict.json, whatever lies beside it
+        raise RecordError(f"{file} is no verdict; give the folder of an earlier --out or its {VERDICT_FILE}")
     return from_mapping(Verdict, _read_mapping(file, "verdict"), str(file))
 
 
@@ -544,19 +546,26 @@ def read_table(folder: Path | str, record: Record, name: str) -> pa.Table | None
         return None
     folder = Path(folder)
     file = (folder if folder.is_dir() else folder.parent) / f"{name}.parquet"
-    if not file.is_file():
-        raise RecordError(f"record {record.record_id} names a table {name} and {file} is missing; measure it anew")
-    if file_sha256(file) != record.tables[name]:
-        raise RecordError(f"{file} is not the table that record {record.record_id} was written with; measure it anew")
     try:
+        if not file.is_file():
+            raise RecordError(f"record {record.record_id} names a table {name} and {file} is missing; measure it anew")
+        if file_sha256(file) != record.tables[name]:
+            raise RecordError(
+                f"{file} is not the table that record {record.record_id} was written with; measure it anew"
+            )
         with pq.ParquetFile(file) as opened:  # pq.read_table would import pandas where it is installed
             table = opened.read()
+    except PermissionError as error:
+        raise RecordError(f"{file} may not be read ({error.strerror}); give this user the right to read it") from error
     except (pa.ArrowException, OSError) as error:
         raise RecordError(f"{file} is not readable Parquet ({error}); measure it anew") from error
     wanted = SCHEMAS[name]()
     known = table.schema.names
     if known != [name for name in wanted.names if name in known] or not _required(name) <= set(known):
         raise RecordError(f"{file} has columns {known}; expected {wanted.names}")
+    for one in table.schema:
+        if one.type != wanted.field(one.name).type:
+            raise RecordError(f"{name} of a record have {one.name} as {one.type}; measure it anew")
     for added in (one for one in wanted if one.name not in known):  # written before the column existed
         table = table.append_column(added, pa.nulls(len(table), added.type))
     return table.select(wanted.names)

@@ -346,3 +346,20 @@ def test_bad_cells_of_a_sweep_are_all_named(tmp_path: Path) -> None:
 def test_engine_extra_cannot_override_what_evalq_sets(key: str, own: str) -> None:
     with pytest.raises(ConfigError, match=own):
         app.compose(["+model=smollm2-135m", "+quant=fp8-kv", "gpu=cpu", f"+engine.extra.{key}=64"])
+
+
+@pytest.mark.parametrize(
+    "override", ["model.name=../../x", "quant.name=a/b", "quant.name=''", "engine.name=.e", "load.name=../x"]
+)
+def test_names_that_would_leave_the_store_are_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match="cannot name a folder"):
+        app.compose(["+model=smollm2-135m", "+quant=mixed-4-8", override])
+    long = "a" * 81
+    with pytest.raises(ConfigError, match="cannot name a folder"):
+        app.compose(["+model=smollm2-135m", "+quant=mixed-4-8", f"quant.name={long}"])
+
+
+def test_extending_without_looks_is_refused() -> None:
+    """It would be ignored, and whoever wrote it would wait for more documents."""
+    with pytest.raises(ConfigError, match=r"gate\.extend=true measures on at the looks"):
+        app.compose(["+model=smollm2-135m", "+quant=mixed-4-8", "gate.extend=true"])

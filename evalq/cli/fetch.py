@@ -6,6 +6,7 @@ Source: MLflow's REST API 2.0 (runs/get) and the server's get-artifact, as of ML
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import os
 import shutil
@@ -19,6 +20,9 @@ from evalq.errors import RecordError
 from evalq.records import JUDGED_TABLES, RECORD_FILE, SEAL_FILE, TABLES, VERDICT_FILE, read_record
 
 TIMEOUT_SECONDS = 60.0
+ANSWERS_OF_OTHERS = (  # what reading the answer of anything but an MLflow server may end in
+    OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, http.client.HTTPException,
+)  # fmt: skip
 OPTIONAL_FILES = (SEAL_FILE, VERDICT_FILE, "config.yaml")
 
 
@@ -35,12 +39,27 @@ def fetch_record(run_id: str, uri: str, target: Path) -> Path:
         for name in OPTIONAL_FILES:
             _download(server, run_id, name, target, optional=True)
     except urllib.error.HTTPError as error:
-        raise RecordError(f"no record in MLflow run {run_id} at {uri}: {_why(error)}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecordError(f"no record in MLflow run {run_id} at {shown(uri)}: {_why(error)}") from error
+    except ANSWERS_OF_OTHERS as error:
+        why = _without_login((str(error).splitlines() or [type(error).__name__])[0], uri)
         raise RecordError(
-            f"MLflow run {run_id} at {uri} cannot be read ({error}); is the tracking URI right?"
+            f"MLflow run {run_id} at {shown(uri)} cannot be read ({why}); is the tracking URI right?"
         ) from error
     return target
+
+
+def shown(uri: str) -> str:
+    """The address without user and password: verdicts are printed and posted."""
+    start, slashes, rest = uri.partition("://")
+    place, slash, path = rest.partition("/")
+    return f"{start}{slashes}{place.rpartition('@')[2]}{slash}{path}"
+
+
+def _without_login(text: str, uri: str) -> str:
+    login = uri.partition("://")[2].partition("/")[0].rpartition("@")[0]
+    for part in filter(None, (login, login.partition(":")[2])):
+        text = text.replace(part, "***")
+    return text
 
 
 def refuse_ineligible(run_id: str, tags: dict[str, str]) -> None:

@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         if end.code:  # a mistyped flag is a failed step too: the next one must not read an earlier verdict
             _forget_verdict(argv)
         raise
-    if arguments.verdict:
+    if arguments.verdict and arguments.verdict.strip():
         return _from_file(arguments)
     try:
         return _judge_and_write(arguments)

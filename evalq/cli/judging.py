@@ -20,6 +20,7 @@ from evalq.judge.seal import KEY_VARIABLE, record_digest, seal_key, why_unsealed
 from evalq.records import Check, Record, Verdict, file_sha256
 
 Located = tuple[Record, Path]
+MAY_BE_LEFT_OUT = ("policy", "records", "tracking_uri", "review", "out", "verdict")
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,10 @@ def judged(arguments: argparse.Namespace) -> Judged:
     """Judge the named records; whatever goes wrong is an INVALID verdict."""
     policy = GateConfig()
     try:
+        refuse_empty(arguments)
         if not (arguments.baseline and arguments.candidate):
             raise ConfigError("--baseline and --candidate are both needed; see evalq gate --help")
         name = "default" if arguments.policy is None else arguments.policy
-        if not name.strip():  # an unset variable in a CI file must not mean the default policy
-            raise ConfigError("--policy is empty; give a YAML file of gate keys, or leave the option out")
         policy = read_policy(name)
         inputs = {"policy_sha256": _policy_digest(name, arguments.policy_sha256)}
         checked_policy(policy)
@@ -69,10 +69,21 @@ def judged(arguments: argparse.Namespace) -> Judged:
         return Judged(no_verdict(list(error.problems), policy, exit_code=error.exit_code))
     except EvalqError as error:
         return Judged(no_verdict([str(error)], policy))
+    except OSError as error:  # a file that may not be read, no room for a download: nothing about quality
+        reason = f"{error.filename or 'a file'} cannot be used ({error.strerror or error}); give the right to read it, or room"
+        return Judged(no_verdict([reason], policy))
     except Exception as error:  # a bug here must not end as 1, which means "quality fail"
         traceback.print_exc()
         reason = f"the judge itself failed ({type(error).__name__}: {error}); please report this"
         return Judged(no_verdict([reason], policy))
+
+
+def refuse_empty(arguments: argparse.Namespace) -> None:
+    """An unset variable in a CI file must not mean that an option was left out. Errors: ConfigError."""
+    given = {name: getattr(arguments, name, None) for name in MAY_BE_LEFT_OUT}
+    empty = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None and not value.strip()]
+    if empty:
+        raise ConfigError(f"{', '.join(empty)} is empty; give a value, or leave the option out")
 
 
 def _policy_digest(name: str, wanted: str | None) -> str:

@@ -8,7 +8,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from evalq.cli.fetch import fetch_record, refuse_ineligible
+from evalq.cli.fetch import fetch_record, refuse_ineligible, shown
 from evalq.errors import MissingExtraError, RecordError
 from evalq.records import RECORD_FILE, Record, read_record
 
@@ -85,6 +85,6 @@ def _from_mlflow(run_id: str, root: Path, tracking_uri: str | None) -> Path:
     except Exception as error:
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RecordError(
-            f"no record in MLflow run {run_id} at {uri} ({first_line}); is the tracking URI right?"
+            f"no record in MLflow run {run_id} at {shown(uri)} ({first_line}); is the tracking URI right?"
         ) from error
     return Path(found)

@@ -97,6 +97,10 @@ def _make(arguments: argparse.Namespace) -> int:
     sides = [find_record(name, records, arguments.tracking_uri) for name in (arguments.baseline, arguments.candidate)]
     if sides[0][0].record_id == sides[1][0].record_id:
         raise ConfigError("baseline and candidate are one record; a review needs two")
+    for name in ("limit", "output_tokens"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be 1 or more")
     prompts, texts, settings = _from_files(arguments) or _from_engine(arguments, sides)
     seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
     review_id = f"review-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"

@@ -12,9 +12,9 @@ def parser() -> argparse.ArgumentParser:
         description="Choose a storage format for every group of layers from what the GPU has kernels for, prove candidates on the "
         "engine with the gate, and give the last verdict on documents that the search never saw. Interrupted, the same "
         "command goes on where it was.",
-        epilog="Exit code: the final verdict's (0 pass, 1 fail, 3 inconclusive); 1 or 3 when no candidate passed. The last line "
-        "on standard output is one JSON document. Example: evalq search +model=smollm2-135m gpu=h200 data=local "
-        "calibration=articles search.objective=memory",
+        epilog="Exit code: the final verdict's (0 pass, 1 fail, 3 inconclusive); 1 or 3 when no candidate passed, 5 if none could "
+        "be measured. The last line on standard output is one JSON document. Example: evalq search +model=smollm2-135m gpu=h200 "
+        "data=local calibration=articles search.objective=memory",
     )
     result.add_argument(
         "overrides", nargs="+", help="+model=NAME and further settings, as key=value; quant is the search's"

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 
 from evalq.judge.policy import LOAD_QUANTITIES, Condition, ledger_figure, load_figure
-from evalq.records import Check, Estimate, Record
+from evalq.loads.results import Level, LoadResult, short_name
+from evalq.loads.validity import unlike_levels
+from evalq.records import Check, Estimate, Load, Record
 
 Range = tuple[float, float, float]  # middle, low, high
+Measured = tuple[LoadResult, Level]
 LOAD_SHAPE = ("requests", "input_tokens_per_request", "output_tokens_per_request", "concurrency")
 
 
@@ -60,7 +63,26 @@ def _unlike_loads(condition: Condition, baseline: Record, candidate: Record) -> 
         a, b = getattr(first, name), getattr(second, name)
         if a != b:
             return f"not one load: {name} is {a} in the baseline and {b} in the candidate; measure both alike"
-    return None
+    problems = _unlike_results(*(_level(record, load) for record, load in ((baseline, first), (candidate, second))))
+    return f"not one load: {problems[0]}; measure both alike" if problems else None
+
+
+def _unlike_results(first: Measured | None, second: Measured | None) -> list[str]:
+    """What the loads' own results say against comparing them: another rate, another kind, another start."""
+    if first is None or second is None:
+        return []
+    problems = [
+        f"{name} is {getattr(first[0], name)} in one cell and {getattr(second[0], name)} in the other"
+        for name in ("kind", "start")
+        if getattr(first[0], name) != getattr(second[0], name)
+    ]
+    return [*problems, *unlike_levels(first[1], second[1])]
+
+
+def _level(record: Record, load: Load) -> Measured | None:
+    """The level behind a load in short; None in records from before there were results."""
+    levels = ((result, level) for result in record.load_results.values() for level in result.levels)
+    return next((pair for pair in levels if short_name(*pair) == load.name), None)
 
 
 def _load_range(condition: Condition, record: Record) -> tuple[Range | None, str]:

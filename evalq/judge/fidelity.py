@@ -25,6 +25,8 @@ QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)
 POSITION_EDGES = (1, 16, 64, 256, 1024)  # tokens of context
 CONFIDENCE_EDGES = (0.0, 0.25, 0.5, 0.75, 0.9)  # probability of the baseline's first choice
 CHUNK = 16_384  # tokens; bounds the (tokens, k, k) comparison
+KEYS = ("task", "doc_id", "position", "window_position", "token_id")
+HIGHEST = 1e-3  # how far above 0 float32 may round a log-probability, or below 0 a divergence
 FLOOR = 1e-6  # least probability of the tail bucket: float32 log-probabilities add up to 1 only so far
 
 
@@ -71,10 +73,15 @@ def token_pairs(baseline: pa.Table, candidate: pa.Table, exact: bool = True) -> 
     for name in ("task", "doc_id", "position", "token_id"):
         if not first.column(name).equals(second.column(name)):
             raise RecordError(f"tokens.parquet of the two records differ in {name}; both must score the same tokens")
+    _refuse_rows(first)
     logprobs = [_floats(side, "logprob") for side in (first, second)]
+    if max((side.max(initial=0.0) for side in logprobs), default=0.0) > HIGHEST:
+        raise RecordError("tokens.parquet has a logprob above 0; no probability is above 1, so measure it anew")
     known = exact and second.column("exact_kld_nats").null_count < len(second)
     if known:
         kld, covered = _floats(second, "exact_kld_nats", sparse=True), np.ones(len(second))
+        if (kld < -HIGHEST).any():
+            raise RecordError("tokens.parquet has an exact_kld_nats below 0, which no divergence is; measure it anew")
     else:
         kld, covered = _partition_kld(first, second, logprobs)
     tops = [column(side, "top1_id", "tokens") for side in (first, second)]
@@ -91,6 +98,15 @@ def token_pairs(baseline: pa.Table, candidate: pa.Table, exact: bool = True) -> 
         reverse_kld=_optional(second, "exact_reverse_kld_nats", known),
         entropy_change=_difference(second, "entropy_nats", "base_entropy_nats", known),
     )
+
+
+def _refuse_rows(table: pa.Table) -> None:
+    """Errors: RecordError for tokens without a place, or with one that another token has too."""
+    empty = [name for name in KEYS if table.column(name).null_count]
+    if empty:
+        raise RecordError(f"tokens.parquet has empty values in {empty[0]}; measure it anew")
+    if len(table.group_by(["task", "doc_id", "position"]).aggregate([])) != len(table):
+        raise RecordError("tokens.parquet has some tokens twice; measure it anew")
 
 
 def _optional(table: pa.Table, name: str, known: bool) -> Floats | None:
@@ -141,16 +157,20 @@ def known_cells(table: pa.Table, logprob: Floats) -> tuple[NDArray[np.int64], Fl
 
 def _top(table: pa.Table) -> tuple[NDArray[np.int64], Floats]:
     """The top k as rectangles padded with id -1; the first choice alone where no top k was kept."""
-    lists = table.column("topk_ids").combine_chunks()
+    lists, logs = (table.column(name).combine_chunks() for name in ("topk_ids", "topk_logprobs"))
     if lists.null_count:
         ids = np.asarray(table.column("top1_id").to_numpy(zero_copy_only=False), np.int64)[:, None]
         return ids, _floats(table, "top1_logprob")[:, None]
+    if not lists.value_lengths().equals(logs.value_lengths()):
+        raise RecordError("topk_ids and topk_logprobs of a record are not of one length; measure it anew")
     lengths = np.asarray(lists.value_lengths().to_numpy(zero_copy_only=False), np.int64)
     width = int(lengths.max(initial=0))
     ids, values = np.full((len(lists), width), -1, np.int64), np.full((len(lists), width), -np.inf)
     inside = np.arange(width) < lengths[:, None]
-    ids[inside] = lists.flatten().to_numpy()
-    values[inside] = table.column("topk_logprobs").combine_chunks().flatten().to_numpy()
+    ids[inside] = lists.flatten().to_numpy(zero_copy_only=False)
+    values[inside] = logs.flatten().to_numpy(zero_copy_only=False)
+    if np.isnan(values).any():
+        raise RecordError("topk_logprobs of a record are empty or not numbers; measure it anew")
     return ids, values
 
 
@@ -212,6 +232,9 @@ def _divergences(pairs: TokenPairs, mask: NDArray[np.bool_], confidence: float) 
         ("mean_reverse_kld_nats", pairs.reverse_kld),
         ("mean_entropy_change_nats", pairs.entropy_change),
     ]
+    for name, values in named:
+        if values is not None and np.isnan(values[known]).any():
+            raise RecordError(f"{name} is not known for every token whose divergence is; measure it anew")
     return [
         mean_estimate(name, values[known], pairs.documents[known], confidence, note)
         for name, values in named

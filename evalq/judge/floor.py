@@ -76,6 +76,12 @@ def write_floor(records_root: Path, record: Record, floor: Estimate, metric: str
 def read_floor(records_root: Path, record: Record, metric: str = "word_perplexity") -> Estimate | None:
     """The kept floor for this record's fingerprint; None when there is none. Errors: RecordError for a damaged file."""
     file = floor_file(records_root, record, metric)
-    if not file.is_file():
-        return None
-    return from_mapping(Estimate, parse_json(file.read_text(encoding="utf-8"), str(file)), str(file))
+    try:
+        if not file.is_file():
+            return None
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(
+            f"A/A floor {file} cannot be read ({error}); remove it, or run +experiment=aa again"
+        ) from error
+    return from_mapping(Estimate, parse_json(text, str(file)), str(file))

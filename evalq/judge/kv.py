@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evalq.errors import RecordError
-from evalq.judge.fidelity import CHUNK, known_cells, partition_kld
+from evalq.judge.fidelity import CHUNK, HIGHEST, known_cells, partition_kld
 from evalq.judge.paired import Floats, as_increase, ratio
 from evalq.judge.pairs import DocumentPairs, ItemPairs
 from evalq.judge.perplexity import perplexity_check
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 POSITION_EDGES = (1, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)  # tokens of context
 LONG_CONTEXT = 2048  # tokens: from here on FP8 KV lost several times what it lost below 512 (reports/kv-h200)
 DECODE_METRIC = "decode"
+MAY_BE_EMPTY = ("topk_ids", "topk_logprobs", "answer")  # nobody asked for them, or the model said nothing
 
 
 @dataclass(frozen=True)
@@ -113,11 +114,11 @@ def kv_checks(
     quantises the cache and advises for the others. Errors: RecordError for rows that do not match.
     """
     first, second = baseline[0].kv, candidate[0].kv
+    checks = _one_sided(baseline[0], candidate[0])
     if first is None or second is None:
-        return _one_sided(baseline[0], candidate[0])
+        return checks
     applied = candidate[0].applied
     required = applied is not None and is_quantised_kv(applied.kv_dtype_requested)
-    checks = []
     if first.decode is not None and second.decode is not None:
         checks.append(_decode_check(path_pairs(baseline, candidate, "decode"), words, policy, required))
     if first.long is not None and second.long is not None:
@@ -133,7 +134,7 @@ def _one_sided(baseline: Record, candidate: Record) -> list[Check]:
     """A decode score on one side only is a measurement that is missing on the other."""
     sides = [("baseline", baseline), ("candidate", candidate)]
     have = [side for side, record in sides if record.kv is not None and record.kv.decode is not None]
-    if not have:
+    if len(have) != 1:
         return []
     reason = f"decode path: only the {have[0]} has it; measure both with kv=decode"
     return [Check(DECODE_METRIC, True, "INVALID", None, None, None, reason)]
@@ -151,18 +152,16 @@ def _decode_check(pairs: PathPairs, words: DocumentPairs, policy: Policy, requir
 
 
 def as_documents(pairs: PathPairs, words: DocumentPairs) -> DocumentPairs:
-    """Sums by document, with words and bytes in the proportion of the whole document. Errors: RecordError."""
-    ids, index = np.unique(pairs.documents, return_inverse=True)
-    place = {int(doc_id): i for i, doc_id in enumerate(words.doc_ids)}
-    missing = [int(doc_id) for doc_id in ids if int(doc_id) not in place]
+    """Sums by text, with words and bytes in the proportion of the whole document. Errors: RecordError."""
+    missing = [doc_id for doc_id in pairs.documents.tolist() if doc_id not in words.row_of]
     if missing:
         raise RecordError(f"document {missing[0]} was scored on the decode path and not by the perplexity task")
-    rows = np.array([place[int(doc_id)] for doc_id in ids])
+    rows, index = np.unique([words.row_of[doc_id] for doc_id in pairs.documents.tolist()], return_inverse=True)
     tokens = np.bincount(index).astype(np.float64)
     whole = words.counts["tokens"][rows]
     counts = {unit: tokens * values[rows] / whole for unit, values in words.counts.items()}
     sums = [np.bincount(index, weights=side).astype(np.float64) for side in (pairs.baseline_nll, pairs.candidate_nll)]
-    return DocumentPairs(sums[0], sums[1], counts, ids)
+    return DocumentPairs(sums[0], sums[1], counts, words.doc_ids[rows])
 
 
 def path_pairs(baseline: tuple[Record, Path], candidate: tuple[Record, Path], path: str) -> PathPairs:
@@ -191,12 +190,18 @@ def _rows(side: tuple[Record, Path], name: str, path: str | None = None) -> pa.T
     table = read_table(folder, record, name)
     if table is None:
         raise RecordError(f"record {record.record_id} names no table {name}; measure it anew")
-    if path is None:
-        return table.sort_by("item_id")
-    table = table.filter(pc.equal(table.column("path"), path))
+    empty = [column for column in table.schema.names if column not in MAY_BE_EMPTY and table.column(column).null_count]
+    if empty:
+        raise RecordError(f"{name} of record {record.record_id} has empty values in {empty[0]}; measure it anew")
+    keys = ["item_id"] if path is None else ["doc_id", "window_position"]
+    if path is not None:
+        table = table.filter(pc.equal(table.column("path"), path))
+    where = name if path is None else f"path {path} in {name}"
     if len(table) == 0:
-        raise RecordError(f"record {record.record_id} has no rows of path {path} in {name}; measure it anew")
-    return table.sort_by([("doc_id", "ascending"), ("window_position", "ascending")])
+        raise RecordError(f"record {record.record_id} has no rows of {where}; measure it anew")
+    if len(table.group_by(keys).aggregate([])) != len(table):
+        raise RecordError(f"record {record.record_id} has some rows of {where} twice; measure it anew")
+    return table.sort_by([(key, "ascending") for key in keys])
 
 
 def _numbers(table: pa.Table, name: str) -> NDArray[np.int64]:
@@ -207,6 +212,8 @@ def _floats(table: pa.Table, name: str, path: str) -> Floats:
     values = np.asarray(table.column(name).to_numpy(zero_copy_only=False), np.float64)
     if not np.isfinite(values).all():
         raise RecordError(f"{int((~np.isfinite(values)).sum())} values of {name} on the path {path} are not finite")
+    if (values > HIGHEST).any():
+        raise RecordError(f"{name} on the path {path} is up to {values.max():.3g}; no probability is above 1")
     return values
 
 
@@ -310,6 +317,8 @@ def needle_pairs(baseline: tuple[Record, Path], candidate: tuple[Record, Path]) 
         if not first.column(name).equals(second.column(name)):
             raise RecordError(f"needles.parquet of the two records differ in {name}; measure both alike")
     values = [np.asarray(table.column("value").to_pylist(), np.float64) for table in (first, second)]
+    if not np.isin(np.concatenate(values), (0.0, 1.0)).all():
+        raise RecordError("a needle was neither found (1) nor missed (0); measure both anew")
     return NeedlePairs(
         np.asarray(first.column("length").to_pylist(), np.int64),
         np.asarray(first.column("depth").to_pylist(), np.int64),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evalq.errors import RecordError
-from evalq.records import SCHEMAS, Record, read_table
+from evalq.records import Record, read_table
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -35,6 +35,7 @@ class DocumentPairs:
     candidate_nll: Floats
     counts: dict[str, Floats]
     doc_ids: NDArray[np.int64]
+    row_of: dict[int, int] = field(default_factory=dict)  # every id of the data -> its row here
 
     @property
     def d(self) -> Floats:
@@ -81,8 +82,6 @@ def column(table: pa.Table, name: str, where: str) -> NDArray[Any]:
     import pyarrow as pa
 
     values = table.column(name)
-    if values.type != SCHEMAS[where]().field(name).type:
-        raise RecordError(f"{where} of a record have {name} as {values.type}; measure it anew")
     if values.null_count:
         raise RecordError(f"{where} of a record have {values.null_count} empty values in {name}; measure it anew")
     if pa.types.is_string(values.type):
@@ -126,7 +125,8 @@ def document_pairs(baseline: Tables, candidate: Tables, task: str) -> DocumentPa
     rank = np.argsort(np.argsort(place))[text]  # texts in the order of their first document
     counts = {unit: _sums(rank, first[unit]) for unit in UNITS}
     nll = [_sums(rank, side["nll_nats"]) for side in (first, second)]
-    return DocumentPairs(nll[0], nll[1], counts, first["doc_id"][np.sort(place)])
+    row_of = dict(zip(first["doc_id"].tolist(), rank.tolist(), strict=True))
+    return DocumentPairs(nll[0], nll[1], counts, first["doc_id"][np.sort(place)], row_of)
 
 
 def _sums(rank: NDArray[Any], values: NDArray[Any]) -> Floats:

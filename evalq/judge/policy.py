@@ -135,10 +135,10 @@ def read_policy(path: Path | str) -> GateConfig:
         repeated = _repeated_key(yaml.compose(text, Loader=yaml.SafeLoader), set())
     except OSError as error:
         raise ConfigError(f"policy {file} cannot be read ({error.strerror}); give a YAML file of gate keys") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(
-            f"policy {file} is not YAML ({str(error).splitlines()[0]}); give a YAML file of gate keys"
-        ) from error
+    except (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        # A date, a number or a tag that YAML knows and Python does not: "limit: 2024-13-45", "strict: !!bool maybe".
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"policy {file} is not YAML ({why}); give a YAML file of gate keys") from error
     if repeated:
         raise ConfigError(f"policy {file} has the key {repeated} twice; keep the one that is meant")
     if not isinstance(data, dict):
@@ -186,12 +186,23 @@ def policy_from_mapping(data: dict[Any, Any], where: str) -> GateConfig:
             problems.append(f"{where}: unknown key {key!r}; {nearest(str(key), tuple(fields))}")
             continue
         built, wanted = _typed(key, value, getattr(default, key))
+        wanted = wanted or _unwritable(built)
         if wanted:
             problems.append(f"{where}: {key} is {value!r}; expected {wanted}")
         values[key] = built
     if problems:
         raise ConfigError(*problems)
     return GateConfig(**values)
+
+
+def _unwritable(value: Any) -> str:
+    """What was expected of a text that no verdict could repeat."""
+    texts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    try:
+        "".join(str(text) for text in texts).encode()
+    except UnicodeEncodeError:
+        return "text without half characters (lone surrogates)"
+    return ""
 
 
 def _typed(key: str, value: Any, like: Any) -> tuple[Any, str]:

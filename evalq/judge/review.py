@@ -22,6 +22,7 @@ from evalq.records import Check, Estimate, from_mapping, parse_json
 RESULT_VERSION = 1
 RESULT_FILE = "review.json"
 SCALE = (1, 5)
+ADVISED = ("coherence_difference_points", "candidate_preferred")  # estimates that the advice is made from
 DEFAULT_MARGIN = 0.25  # points of coherence that the candidate may lose
 
 
@@ -66,7 +67,11 @@ def read_result(file: Path) -> ReviewResult:
         raise RecordError(f"review {file} cannot be read ({error}); run evalq review read first") from error
     if not isinstance(data, dict) or data.get("schema_version") != RESULT_VERSION:
         raise RecordError(f"review {file} is not of version {RESULT_VERSION}; run evalq review read again")
-    return from_mapping(ReviewResult, data, str(file))
+    result = from_mapping(ReviewResult, data, str(file))
+    lacking = sorted(set(ADVISED) - {estimate.name for estimate in result.estimates})
+    if lacking:
+        raise RecordError(f"review {file} has no {', '.join(lacking)}; run evalq review read again")
+    return result
 
 
 def analyse(
@@ -179,7 +184,7 @@ def _agreement(answers: Sequence[Answer], reviewers: Sequence[str], confidence: 
 def advice(result: ReviewResult) -> list[Check]:
     """The review as checks of a verdict; none is required."""
     by_name = {estimate.name: estimate for estimate in result.estimates}
-    coherence, preferred = by_name["coherence_difference_points"], by_name["candidate_preferred"]
+    coherence, preferred = (by_name[name] for name in ADVISED)
     who = f"{len(result.reviewers)} reviewers, {coherence.n} prompts"
     status = "INCONCLUSIVE"
     if coherence.low is not None and coherence.high is not None:

@@ -26,7 +26,7 @@ def seal_key() -> bytes | None:
         raise ConfigError(
             f"{KEY_VARIABLE} has {len(key)} characters; use {KEY_LENGTH} or more, e.g. openssl rand -hex 32"
         )
-    return key.encode() if key else None
+    return os.fsencode(key) if key else None
 
 
 def seal(folder: Path, key: bytes, file: str = RECORD_FILE) -> None:

@@ -93,3 +93,9 @@ class LoadResult:
     scheduler: dict[str, int]  # the engine's own max_num_seqs and max_num_batched_tokens
     device: str  # exact name
     failure: str = ""  # why the test ended early; the levels it had finished are kept
+
+
+def short_name(result: LoadResult, level: Level) -> str:
+    """ "ladder-concurrency-100": a name that a policy's condition can hold."""
+    label = level.label.replace("/", "-per-").replace(" ", "-")
+    return result.name if len(result.levels) == 1 else f"{result.name}-{label}"

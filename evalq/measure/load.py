@@ -15,7 +15,7 @@ from evalq.config import LoadConfig, RunConfig
 from evalq.loads.build import make_level, wrong_lengths
 from evalq.loads.figures import Request, output_bound, run_figures
 from evalq.loads.health import Window, assess, joules, without_sensors
-from evalq.loads.results import Health, Level, LoadResult, Repeat
+from evalq.loads.results import Health, Level, LoadResult, Repeat, short_name
 from evalq.loads.schedule import LevelPlan, levels_of, read_trace
 from evalq.measure.engine import Engine, Progress
 from evalq.measure.sampler import Sampling
@@ -176,12 +176,6 @@ def iso(wall_seconds: float) -> str:
 def short_loads(result: LoadResult) -> dict[str, Load]:
     """The result in short, one entry per level, as policies and tables read it; the only level goes by the load's name."""
     return {short_name(result, level): _short(result, level) for level in result.levels}
-
-
-def short_name(result: LoadResult, level: Level) -> str:
-    """ "ladder-concurrency-100": a name that a policy's condition can hold."""
-    label = level.label.replace("/", "-per-").replace(" ", "-")
-    return result.name if len(result.levels) == 1 else f"{result.name}-{label}"
 
 
 def _short(result: LoadResult, level: Level) -> Load:

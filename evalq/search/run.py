@@ -224,9 +224,7 @@ def _with_kv(state: State, passing: list[Candidate]) -> list[Candidate]:
 def _final(state: State, passing: list[Candidate]) -> tuple[Candidate | None, list[Proof], int, str]:
     """Judge the cheapest that passed, then at most one more, on documents that nothing has seen."""
     proofs: list[Proof] = []
-    exit_code, status = EXIT_QUALITY_FAIL, "FAIL"
-    if not passing and any(one.proof.status in ("INCONCLUSIVE", "SUSPECT") for one in state.tried):
-        exit_code, status = EXIT_INCONCLUSIVE, "INCONCLUSIVE"
+    exit_code, status = _without_a_pass(state.tried)
     for one in passing[:FINAL_TRIES]:
         state.bench.watcher.say(f"final verdict of {one.name} on {state.bench.split.final} documents kept for it")
         proof, verdict = state.bench.verdict(one.quant)
@@ -235,6 +233,16 @@ def _final(state: State, passing: list[Candidate]) -> tuple[Candidate | None, li
         if status == "PASS" and exit_code == 0:
             return one, proofs, exit_code, status
     return None, proofs, exit_code, status
+
+
+def _without_a_pass(tried: Sequence[Tried]) -> tuple[int, str]:
+    """How a search ends that has nothing for a last verdict. Candidates that could not be measured say nothing of quality."""
+    found = {one.proof.status for one in tried}
+    if found & {"INCONCLUSIVE", "SUSPECT"}:
+        return EXIT_INCONCLUSIVE, "INCONCLUSIVE"
+    if found and found <= {"FAILED", "INVALID"}:
+        return EXIT_MEASUREMENT, "INVALID"
+    return EXIT_QUALITY_FAIL, "FAIL"
 
 
 def _outcome(
@@ -249,6 +257,8 @@ def _outcome(
     size = state.model_bytes(best.quant) if best else None
     base_size = state.model_bytes(baseline_scheme(config))
     summary = "no candidate passed on the search's documents" if not final else final[-1].summary
+    if not final and exit_code == EXIT_MEASUREMENT:
+        summary = f"no candidate could be measured; the first: {state.tried[0].proof.summary}"
     if best is not None and size is not None:
         summary = f"{best.name}: {size / base_size:.1%} of the baseline's weight bytes; {final[-1].summary}"
     kinds = len({unit.kind for unit in state.units})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ import pytest
 import record_builder as rb
 from stub_worker import in_process, plan_command, starts
 
-from evalq import pipeline, sweep
+from evalq import pipeline, records, sweep
 from evalq.cli import compare as compare_verb
 from evalq.cli import gate as gate_verb
 from evalq.cli import main
+from evalq.cli.fetch import shown
 from evalq.errors import ConfigError, MeasurementError
 from evalq.records import read_verdict
 from evalq.report.progress import QuietWatcher
@@ -157,3 +160,117 @@ def test_an_error_of_the_disk_is_no_defect(monkeypatch: pytest.MonkeyPatch, caps
     assert "/some/file cannot be used (No space left on device)" in captured.err
     assert "defect" not in captured.err
     assert json.loads(captured.out.splitlines()[-1])["released"] is False
+
+
+def test_a_verdict_beside_a_sealed_one_is_not_sealed(
+    tmp_path: Path, passed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its seal is of verdict.json: a forgery beside it must not borrow it."""
+    monkeypatch.setenv("EVALQ_SEAL_KEY", "k" * 32)
+    assert gate_verb.main(passed) == 5  # the records carry no seal, and that verdict is sealed
+    file = tmp_path / "out" / "verdict.json"
+    assert gate_verb.main(["--verdict", str(file)]) == 5
+    (tmp_path / "out" / "forged.json").write_text(file.read_text().replace("INVALID", "PASS").replace(": 5", ": 0"))
+    capsys.readouterr()
+    assert gate_verb.main(["--verdict", str(tmp_path / "out" / "forged.json")]) == 5
+    assert "is no verdict; give the folder of an earlier --out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--policy", "--out", "--verdict", "--records", "--tracking-uri", "--review"])
+def test_an_empty_option_is_not_one_that_was_left_out(
+    passed: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An unset variable in a CI file."""
+    for value in ("", "  "):
+        assert gate_verb.main([*passed[:4], option, value, "--format", "json"]) == 2
+        assert f"{option} is empty" in capsys.readouterr().out
+
+
+def test_a_review_without_its_figures_is_one_sentence(
+    tmp_path: Path, passed: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = {
+        "schema_version": 1, "review_id": "r", "baseline_id": "baseline-id", "candidate_id": "cand-id", "prompts": 2,
+        "identical": 0, "reviewers": ["a"], "answers": 2, "margin": 0.25, "sign_p": None, "wilcoxon_p": None,
+    }  # fmt: skip
+    (tmp_path / "review.json").write_text(json.dumps(content))
+    assert gate_verb.main([*passed, "--review", str(tmp_path / "review.json"), "--format", "json"]) == 5
+    found = capsys.readouterr()
+    assert "has no candidate_preferred, coherence_difference_points" in found.out
+    assert not found.err
+
+
+def test_a_key_of_bytes_that_are_no_text_is_a_key(
+    passed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EVALQ_SEAL_KEY", "\udcff" * 20)
+    assert gate_verb.main([*passed, "--format", "json"]) == 5
+    found = capsys.readouterr()
+    assert "it has no record.seal" in found.out
+    assert not found.err
+
+
+def test_a_table_that_may_not_be_read_is_one_sentence(
+    passed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(records, "file_sha256", refuse)
+    assert gate_verb.main([*passed, "--format", "json"]) == 5
+    found = capsys.readouterr()
+    assert "documents.parquet may not be read (Permission denied)" in found.out
+    assert not found.err
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b'HTTP/1.1 200 OK\r\nContent-Length: 19\r\n\r\n{"run":{"data":[]}}',
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n" + b"[" * 100_000,
+    ],
+)
+def test_whatever_answers_in_place_of_mlflow_is_one_sentence(
+    passed: list[str], answer: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def reply() -> None:
+            with server.accept()[0] as connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=reply)
+        thread.start()
+        uri = f"http://127.0.0.1:{server.getsockname()[1]}"
+        named = ["--baseline", passed[1], "--candidate", "a" * 32, "--tracking-uri", uri, "--format", "json"]
+        assert gate_verb.main(named) == 5
+        thread.join()
+    found = capsys.readouterr()
+    assert "is the tracking URI right?" in found.out
+    assert not found.err
+
+
+@pytest.mark.parametrize("uri", ["http://a b/", "http://user:secret@", "http://user:secret@127.0.0.1:1/x"])
+def test_an_address_that_is_none_says_so_without_its_password(
+    passed: list[str], uri: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = ["--baseline", passed[1], "--candidate", "a" * 32, "--tracking-uri", uri, "--format", "json"]
+    assert gate_verb.main(named) == 5
+    found = capsys.readouterr()
+    assert "is the tracking URI right?" in found.out
+    assert "secret" not in found.out
+    assert not found.err
+    assert shown("sqlite:////tmp/x.db") == "sqlite:////tmp/x.db"
+
+
+@pytest.mark.parametrize("option", ["--limit", "--output-tokens"])
+def test_a_review_of_no_prompts_is_refused(
+    tmp_path: Path, passed: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value in ("0", "-1"):
+        assert main(["review", "make", *passed[:4], "--out", str(tmp_path / "review"), option, value]) == 2
+        assert f"{option} {value} must be 1 or more" in capsys.readouterr().err

@@ -16,8 +16,10 @@ import record_builder as rb
 
 from evalq.config import GateConfig
 from evalq.errors import ConfigError, RecordError
+from evalq.judge.floor import floor_file, read_floor
 from evalq.judge.gate import judge
 from evalq.judge.policy import checked_policy, read_policy
+from evalq.loads.results import Level, LoadResult, Spread
 from evalq.measure.cells import find_baseline
 from evalq.records import Record, Verdict, file_sha256, read_record, write_record
 
@@ -169,6 +171,8 @@ def test_wikitext_has_no_margin() -> None:
         ("confidence: .nan\n", "expected a number"),
         ("[" * 5000, "not YAML"),
         ("allow: &a [*a]\n", "a list of names"),
+        ('name: "\\uD800"\n', "half characters"),
+        ('allow: ["\\uD800"]\n', "half characters"),
     ],
 )
 def test_policies_with_a_trick_are_refused(tmp_path: Path, text: str, words: str) -> None:
@@ -222,3 +226,64 @@ def test_a_scheme_called_baseline_is_still_suspect_with_identical_values(tmp_pat
     named = dataclasses.replace(made, cell=dataclasses.replace(made.cell, quant="baseline"))
     second = rb.write(tmp_path / "c", named, rows)
     assert judge(first, tmp_path / "b", second, tmp_path / "c", GateConfig()).status == "SUSPECT"
+
+
+def served(kind: str, rate: float | None, start: str = "serving") -> LoadResult:
+    label = f"{rate:g} requests/s"
+    figures = {"output_tokens_per_second": Spread(100.0, 99.0, 101.0, 1.0)}
+    level = Level(label, None, rate, 100, 64.0, 32.0, figures, {}, [], None, None, True, [])
+    return LoadResult("rate", kind, start, "client", [level], None, {}, {}, "NVIDIA H200")
+
+
+def test_speeds_at_other_rates_are_not_compared(tmp_path: Path) -> None:
+    """Requests that arrive more often are answered more often: that says nothing about the scheme."""
+    policy = GateConfig(conditions=["output_tokens_per_second@rate >= 50%"])
+
+    def with_rate(result: LoadResult) -> Change:
+        load = rb.load("rate", 100.0, concurrency=0)
+        return lambda r: dataclasses.replace(r, loads={"rate": load}, load_results={"rate": result})
+
+    first = with_rate(served("rate", 1.0))
+    assert judged(tmp_path / "like", first, with_rate(served("rate", 1.0)), policy).status == "PASS"
+    for number, (other, words) in enumerate(
+        [
+            (served("rate", 16.0), "rate_per_second is 1.0 in one cell and 16.0 in the other"),
+            (served("trace", 1.0), "kind is rate in one cell and trace"),
+            (served("rate", 1.0, "scoring"), "start is serving in one cell and scoring"),
+        ]
+    ):
+        verdict = judged(tmp_path / str(number), first, with_rate(other), policy)
+        assert verdict.status == "INVALID"
+        assert words in verdict.summary
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "target: 2024-13-45\n",
+        "name: 2020-02-31\n",
+        "min_documents: " + "9" * 5000 + "\n",
+        "min_documents: !!int abc\n",
+        "confidence: !!float abc\n",
+        "strict: !!bool maybe\n",
+        "name: !!timestamp abc\n",
+    ],
+)
+def test_values_that_only_yaml_knows_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "policy.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="is not YAML"):
+        read_policy(tmp_path / "policy.yaml")
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"[]", b'{"name": NaN}', None])
+def test_a_damaged_floor_is_one_sentence(tmp_path: Path, content: bytes | None) -> None:
+    record = rb.record("baseline", rb.baseline_rows())
+    file = floor_file(tmp_path, record, "word_perplexity")
+    file.parent.mkdir(parents=True)
+    if content is None:
+        file.symlink_to(file)
+        assert read_floor(tmp_path, record) is None
+        return
+    file.write_bytes(content)
+    with pytest.raises(RecordError):
+        read_floor(tmp_path, record)

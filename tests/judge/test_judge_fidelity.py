@@ -178,3 +178,34 @@ def test_exact_values_against_another_baseline_are_not_read() -> None:
     found = token_pairs(table(logs, 5, targets), second, exact=False)
     assert not found.exact
     assert found.kld.max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("doc_id", None, "empty values in doc_id"),
+        ("window_position", None, "empty values in window_position"),
+        ("logprob", 5.0, "logprob above 0"),
+        ("exact_kld_nats", -5.0, "below 0, which no divergence is"),
+        ("exact_reverse_kld_nats", None, "mean_reverse_kld_nats is not known for every token"),
+        ("entropy_nats", None, "mean_entropy_change_nats is not known for every token"),
+    ],
+)
+def test_damaged_token_rows_are_refused(name: str, value: float | None, words: str) -> None:
+    def change(whole: pa.Table, column: str, values: list[float | None]) -> pa.Table:
+        place = whole.schema.names.index(column)
+        return whole.set_column(place, column, pa.array(values, whole.schema.field(column).type))
+
+    first, second, exact = both()
+    for column in ("exact_kld_nats", "exact_reverse_kld_nats", "entropy_nats", "base_entropy_nats"):
+        second = change(second, column, exact.tolist())
+    assert fidelity(token_pairs(first, second)).exact
+    sides = [change(side, name, [value, *side.column(name).to_pylist()[1:]]) for side in (first, second)]
+    with pytest.raises(RecordError, match=words):
+        fidelity(token_pairs(*sides))
+
+
+def test_tokens_that_are_there_twice_are_refused() -> None:
+    first, second, _ = both()
+    with pytest.raises(RecordError, match="some tokens twice"):
+        token_pairs(*(pa.concat_tables([side, side]) for side in (first, second)))

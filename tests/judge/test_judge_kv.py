@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import record_builder as rb
 
@@ -15,8 +17,8 @@ from evalq.config import GateConfig
 from evalq.errors import RecordError
 from evalq.judge import kv
 from evalq.judge.gate import judge
-from evalq.kvrecord import DecodeScore, GenerationScore, KvReport, LongScore, NeedleScore, Sensitivity
-from evalq.records import Record, Verdict, from_mapping, parse_json, to_json, token_schema, write_record
+from evalq.kvrecord import DecodeScore, GenerationScore, KvReport, LongScore, NeedleScore, Sensitivity, kv_token_schema
+from evalq.records import Record, Verdict, file_sha256, from_mapping, parse_json, to_json, token_schema, write_record
 
 FP8 = dataclasses.replace(rb.APPLIED, kv_dtype_requested="fp8_e4m3", kv_dtype_effective="fp8_e4m3 (uint8)")
 SMALL = dataclasses.replace(rb.LEDGER, kv_bytes_per_token=48)
@@ -260,3 +262,96 @@ def test_report_survives_the_disk_and_old_records_are_read(tmp_path: Path) -> No
     assert from_mapping(Record, data).kv == record.kv
     del data["kv"], data["applied"]["layers"]
     assert from_mapping(Record, data).kv is None
+
+
+def decode_pair(
+    folder: Path,
+    prefill: str = "no",
+    increase: float = 0.001,
+    change: Callable[[pa.Table], pa.Table] = lambda table: table,
+) -> tuple[tuple[Record, Path], tuple[Record, Path]]:
+    """Baseline and KV scheme with a decode score; `change` is made to the rows of both."""
+    first = side(folder, "baseline", {"kv_tokens": change(token_table(3.0))}, kv=KvReport(decode=DECODE))
+    report = KvReport(answer(prefill), decode=DECODE)
+    return first, kv_side(folder, report, {"kv_tokens": change(token_table(3.0, increase))})
+
+
+@pytest.mark.parametrize(("prefill", "lacking"), [("no", "baseline"), ("yes", "baseline"), ("yes", "candidate")])
+def test_a_decode_score_that_one_side_lacks_passes_nothing(tmp_path: Path, prefill: str, lacking: str) -> None:
+    """Both have a report, and in one of them the decode path is missing."""
+    first, second = decode_pair(tmp_path, prefill, 0.5)
+    if lacking == "baseline":
+        first = side(tmp_path, "baseline", {}, kv=KvReport(notes=["decode: refused"]))
+    else:
+        second = kv_side(tmp_path, KvReport(answer(prefill)))
+    found = verdict(first, second)
+    assert (found.status, found.exit_code) == ("INVALID", 5)
+    assert "measure both with kv=decode" in found.summary
+
+
+def column_of(name: str, value: Any) -> Callable[[pa.Table], pa.Table]:
+    """The first row's `name` becomes `value`; every row, as text, for the value "text"."""
+
+    def change(table: pa.Table) -> pa.Table:
+        values = table.column(name).to_pylist()
+        if value == "text":
+            return table.set_column(table.schema.names.index(name), name, pa.array([str(x) for x in values]))
+        return table.set_column(table.schema.names.index(name), name, pa.array([value, *values[1:]]))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (column_of("doc_id", None), "empty values in doc_id"),
+        (column_of("token_id", None), "empty values in token_id"),
+        (column_of("logprob", None), "empty values in logprob"),
+        (column_of("logprob", 5.0), "no probability is above 1"),
+        (column_of("topk_logprobs", [-1.0]), "not of one length"),
+        (column_of("topk_logprobs", None), "not of one length"),
+        (column_of("topk_logprobs", [-1.0, float("nan")]), "not numbers"),
+        (lambda table: pa.concat_tables([table, table]), "twice"),
+        (lambda table: table.slice(0, 0), "no rows"),
+    ],
+)
+def test_damaged_rows_of_the_decode_path_are_refused(
+    tmp_path: Path, change: Callable[[pa.Table], pa.Table], words: str
+) -> None:
+    found = verdict(*decode_pair(tmp_path, change=change))
+    assert (found.status, found.exit_code) == ("INVALID", 5)
+    assert words in found.summary
+
+
+def test_kv_columns_of_another_type_are_refused(tmp_path: Path) -> None:
+    first, (second, folder) = decode_pair(tmp_path)
+    for name in ("doc_id", "logprob", "topk_ids"):
+        pq.write_table(
+            column_of(name, "text")(token_table(3.0, 0.001).cast(kv_token_schema())), folder / "kv_tokens.parquet"
+        )
+        tables = {**second.tables, "kv_tokens": file_sha256(folder / "kv_tokens.parquet")}
+        found = verdict(first, (dataclasses.replace(second, tables=tables), folder))
+        assert found.status == "INVALID"
+        assert f"have {name} as string" in found.summary
+
+
+def test_a_text_that_the_data_holds_twice_is_one_document_of_the_decode_path(tmp_path: Path) -> None:
+    rows = rb.baseline_rows(documents=DOCUMENTS)
+    sides = []
+    for name, increase, changes in (
+        ("baseline", 0.0, {"kv": KvReport(decode=DECODE)}),
+        ("fp8-kv", 0.001, {"kv": KvReport(answer("no"), decode=DECODE), "applied": FP8, "ledger": SMALL}),
+    ):
+        own = rows if name == "baseline" else rb.damaged(rows, 0.002)
+        tables = rb.tables(own)
+        hashes = [f"doc{i // 2 if i < 4 else i}" for i in range(DOCUMENTS)]  # 0 and 1 are one text, 2 and 3 another
+        documents = tables["documents"]
+        documents = documents.set_column(documents.schema.names.index("doc_hash"), "doc_hash", pa.array(hashes))
+        tables |= {"documents": documents, "kv_tokens": token_table(3.0, increase)}
+        made = rb.record(name, own, quant=name, **changes)
+        sides.append((write_record(tmp_path / name, made, tables), tmp_path / name))
+    found = verdict(sides[0], sides[1])
+    assert found.status == "PASS"
+    decode = next(check for check in found.checks if check.metric.startswith("decode"))
+    assert decode.estimate is not None
+    assert decode.estimate.n == DOCUMENTS - 2

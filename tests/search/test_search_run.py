@@ -131,6 +131,30 @@ def test_a_final_failure_tries_one_more_and_then_stops(simulated: Callable[..., 
     assert not (tmp_path / "out" / "found-0.yaml").exists()
 
 
+@pytest.mark.parametrize(
+    ("status", "ends"),
+    [
+        ("FAILED", (5, "INVALID")),
+        ("INVALID", (5, "INVALID")),
+        ("INCONCLUSIVE", (3, "INCONCLUSIVE")),
+        ("FAIL", (1, "FAIL")),
+    ],
+)
+def test_candidates_that_cannot_be_measured_are_no_quality_failure(
+    simulated: Callable[..., RunConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: str,
+    ends: tuple[int, str],
+) -> None:
+    refused = Proof(status, False, "the engine refuses it", None, 0, None, None, None, "the engine refuses it")
+    monkeypatch.setattr(Simulated, "_answer", lambda self, quant, factor=1.0: refused)
+    outcome, _ = search(simulated(), QuietWatcher(), tmp_path / "out")
+    assert (outcome.exit_code, outcome.status, outcome.best) == (*ends, None)
+    if status == "FAILED":
+        assert outcome.summary == "no candidate could be measured; the first: the engine refuses it"
+
+
 def test_documents_are_divided_and_too_few_refused(cell_config: Any) -> None:
     split = split_documents(cell_config("baseline"))
     assert (split.search, split.final, split.looks) == (33, 33, (20, 22, 33))
