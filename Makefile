@@ -36,7 +36,7 @@ demo: install
 
 # Files of tests side by side, at most four at once; a real engine takes the cores in turn.
 test: install
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # axe-core looks for barriers in pages; it is fetched, never a part of the project. Without npm its test is skipped.
 AXE := .ui/node_modules/axe-core/axe.min.js

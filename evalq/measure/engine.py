@@ -33,6 +33,7 @@ from evalq.measure.scores import (
     from_arrays,
     read_prompt_logprobs,
     to_arrays,
+    waves,
 )
 
 Progress = Callable[[int, int, str], None]  # done, total, unit
@@ -178,7 +179,7 @@ class Engine:
             found: Sequence[ScoreResult | None] = self._score_by_prompt_logprobs(wanted, topk, progress)
         else:
             call = Call(topk, [keys[i] for i in missing] if keys else [], hidden, saved)
-            found = self._score_by_hook(wanted, share_prefixes, progress, call)
+            found = self._score_in_waves(wanted, share_prefixes, progress, call)
             found = self._score_again(wanted, found, call)
         for i, result in zip(missing, found, strict=True):
             results[i] = result
@@ -191,15 +192,36 @@ class Engine:
             )
         return complete
 
+    def _score_in_waves(
+        self, requests: Sequence[ScoreRequest], share: bool, progress: Progress | None, call: Call
+    ) -> list[ScoreResult | None]:
+        """Without sharing all at once; with it, so that no request finds its scored part in the cache."""
+        if not share:
+            return self._score_by_hook(requests, False, progress, call)
+        results: list[ScoreResult | None] = [None] * len(requests)
+        done = 0
+        for wave in waves(requests, self._block_tokens):
+            self.reset_prefix_cache()
+            counted = _counted(progress, done, len(requests))
+            found = self._score_by_hook([requests[i] for i in wave], True, counted, call.of(wave))
+            for i, result in zip(wave, found, strict=True):
+                results[i] = result
+            done += len(wave)
+        return results
+
+    @property
+    def _block_tokens(self) -> int:
+        """Tokens of one block of the prefix cache."""
+        return int(self._llm.llm_engine.vllm_config.cache_config.block_size)
+
     def _score_again(
         self, requests: Sequence[ScoreRequest], results: list[ScoreResult | None], call: Call
     ) -> list[ScoreResult | None]:
-        """A cached prefix that reaches into the scored part leaves rows uncomputed: score those requests on their own."""
+        """What the engine had in its cache all the same has no rows: score those requests without the cache."""
         again = [i for i, result in enumerate(results) if result is None]
         if not again:
             return results
-        one = Call(call.topk, [call.keys[i] for i in again] if call.keys else [], call.hidden, None)
-        alone = self._score_by_hook([requests[i] for i in again], False, None, one)
+        alone = self._score_by_hook([requests[i] for i in again], False, None, call.of(again))
         for i, result in zip(again, alone, strict=True):
             results[i] = result
         return results
@@ -437,6 +459,13 @@ class Engine:
             shutdown()
         self._llm = None
         gc.collect()
+
+
+def _counted(progress: Progress | None, before: int, total: int) -> Progress | None:
+    """Progress of a part as progress of the whole."""
+    if progress is None:
+        return None
+    return lambda done, _, unit: progress(before + done, total, unit)
 
 
 class _Pause:

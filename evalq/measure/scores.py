@@ -70,6 +70,31 @@ class Call:
         kept = self.hidden.layout.sequences.get(self.keys[index])
         return [kept.offset, kept.count, kept.phase] if kept is not None and kept.count else []
 
+    def of(self, wanted: Sequence[int]) -> Call:
+        """The call for some of its requests, in that order."""
+        return Call(self.topk, [self.keys[i] for i in wanted] if self.keys else [], self.hidden, self.saved)
+
+
+def waves(requests: Sequence[ScoreRequest], block: int) -> list[list[int]]:
+    """Requests in waves, so that with a prefix cache of blocks of `block` tokens no request finds a block of its scored part.
+
+    What a request finds in the cache is not computed again, so it has no row there: two endings that begin alike up to the end of a
+    block go into different waves, with an empty cache between. Beginnings that end before the scored part are shared within a wave.
+    """
+    found: list[list[int]] = [[]]
+    seen: dict[tuple[int, ...], int] = {}
+    for i, request in enumerate(requests):
+        end = -(-request.first // block) * block  # where the first block ends that holds a scored token
+        number = 0
+        if end < len(request.ids):  # the engine always computes the last token
+            key = tuple(request.ids[:end])
+            number = seen.get(key, 0)
+            seen[key] = number + 1
+        if number == len(found):
+            found.append([])
+        found[number].append(i)
+    return found
+
 
 class Rows:
     """Scored rows as they come, in any order, until their requests are complete."""

@@ -1,0 +1,55 @@
+"""Requests that share a prefix cache: nobody may find a block of its own scored part there."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evalq.measure.scores import Call, ScoreRequest, waves
+
+PREAMBLE = list(range(100, 108))
+
+
+def test_endings_that_begin_alike_up_to_the_end_of_a_block_are_apart() -> None:
+    """Blocks of 4: the context ends at 10, so the first block with a scored token ends at 12."""
+    endings = [[1, 2, 3], [1, 2, 4], [1, 5, 3], [1, 2, 3, 9]]
+    requests = [ScoreRequest([*PREAMBLE, 7, 7, *ending], 10) for ending in endings]
+    assert waves(requests, 4) == [[0, 2], [1], [3]]
+
+
+def test_the_last_token_is_always_computed() -> None:
+    """A sequence that ends with the block cannot be found whole."""
+    requests = [ScoreRequest([*PREAMBLE, 7, 7, 1, 2], 10) for _ in range(2)]
+    assert waves(requests, 4) == [[0, 1]]
+
+
+def test_a_context_that_ends_with_a_block_is_not_found_whole() -> None:
+    """Its last row predicts the first scored token; one token later in the block, and the context is shared."""
+    requests = [ScoreRequest([*PREAMBLE, ending, 5, 5, 5, 5], 8) for ending in (1, 2, 3)]
+    assert waves(requests, 4) == [[0], [1], [2]]
+    requests = [ScoreRequest([*PREAMBLE, 6, ending, 5, 5, 5], 9) for ending in (1, 2, 3)]
+    assert waves(requests, 4) == [[0, 1, 2]]
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=2, max_size=12), st.integers(1, 11)), max_size=20))
+def test_nobody_finds_its_scored_part(rows: list[tuple[list[int], int]]) -> None:
+    """Caches as the engine does: whole blocks of what is computed; read up to the last token but one."""
+    block = 3
+    requests = [ScoreRequest(ids, min(first, len(ids) - 1)) for ids, first in rows]
+    found = waves(requests, block)
+    assert sorted(i for wave in found for i in wave) == list(range(len(requests)))
+    same_first = len({request.first for request in requests}) <= 1
+    for wave in found:
+        cached: set[tuple[int, ...]] = set()
+        for i in wave:
+            ids, first = requests[i].ids, requests[i].first
+            read = max((n for n in range(0, len(ids), block) if n == 0 or tuple(ids[:n]) in cached), default=0)
+            if same_first:  # what two contexts of one text leave is scored once more, without the cache
+                assert read < first
+            cached |= {tuple(ids[:n]) for n in range(block, len(ids) + 1, block)}
+
+
+def test_a_part_of_a_call_keeps_its_keys() -> None:
+    call = Call(2, ["a", "b", "c"], None, None)
+    assert call.of([2, 0]).keys == ["c", "a"]
+    assert Call(0, [], None, None).of([1]).keys == []
