@@ -214,7 +214,7 @@ def test_scores_are_proved_to_read_the_quantised_cache(records: tuple[Record, Re
     assert (found.prefill, found.decode, found.method) == ("yes", "yes", "scales")
     assert min(found.moved_nats.values()) > 0.1
     assert found.noise_nats < 1e-3
-    assert found.tokens_per_step == {"one step": 384, "chunks": 128, "one token per step": 1}
+    assert found.tokens_per_step == {"one step": 192, "chunks": 64, "one token per step": 1}
     assert records[0].kv is not None
     assert records[0].kv.sensitivity is None
     kept = list(folder.glob("runs/records/kv/sensitivity-*.json"))

@@ -120,7 +120,7 @@ def test_answers(dtype: str, reads: str, prefill: str, decode: str) -> None:
     assert (found.prefill, found.decode) == (prefill, decode)
     assert found.method == ("scales" if dtype.startswith("fp8") else "erased cache")
     assert found.noise_nats == 0.0
-    assert found.tokens_per_step == {"one step": 384, "chunks": 128, "one token per step": 1}
+    assert found.tokens_per_step == {"one step": 192, "chunks": 64, "one token per step": 1}
     assert engine.factor == 1.0
     assert not engine.blocked
     assert not engine.cached, "what was cached of a harmed pass must be forgotten"
@@ -148,7 +148,7 @@ def test_an_engine_that_is_not_as_before_is_an_error() -> None:
 
 def test_a_scheduler_that_ignores_the_pace_gives_no_answer() -> None:
     engine: Any = Engine(paces=False)
-    with pytest.raises(MeasurementError, match="384 tokens of a document per step where 128 were wanted"):
+    with pytest.raises(MeasurementError, match="192 tokens of a document per step where 64 were wanted"):
         measure_sensitivity(engine, "fp8_e4m3", IDENTITY)
 
 
@@ -159,8 +159,8 @@ def test_engines_that_cannot_be_asked(broken: Any) -> None:
 
 
 def test_short_engines_are_asked_with_shorter_texts() -> None:
-    engine: Any = Engine(length=200)
-    assert measure_sensitivity(engine, "fp8_e4m3", IDENTITY).tokens == 2 * 197
+    engine: Any = Engine(length=160)
+    assert measure_sensitivity(engine, "fp8_e4m3", IDENTITY).tokens == 2 * 157
 
 
 def test_answer_is_kept_per_engine(tmp_path: Path) -> None:
