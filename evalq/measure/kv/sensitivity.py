@@ -25,7 +25,7 @@ from evalq.measure.scores import ScoreRequest
 from evalq.records import Scalar, from_mapping, parse_json, to_json, write_text
 
 VERSION = 2  # raise when the question is asked differently, so that kept answers are not used
-DOCUMENTS, TOKENS, DECODE_TOKENS, CHUNKS = 2, 192, 16, 3
+DOCUMENTS, TOKENS, DECODE_TOKENS, CHUNKS = 2, 192, 8, 3
 THRESHOLD_NATS = 0.01  # mean absolute change per token; absurd scales move tokens by whole nats
 NOISE_FACTOR = 10.0
 ONE_STEP, CHUNKED, DECODE = "one step", "chunks", "one token per step"

@@ -152,7 +152,7 @@ def test_a_scheduler_that_ignores_the_pace_gives_no_answer() -> None:
         measure_sensitivity(engine, "fp8_e4m3", IDENTITY)
 
 
-@pytest.mark.parametrize("broken", [Engine(scorer="prompt_logprobs", scorer_note="no hook"), Engine(length=40)])
+@pytest.mark.parametrize("broken", [Engine(scorer="prompt_logprobs", scorer_note="no hook"), Engine(length=32)])
 def test_engines_that_cannot_be_asked(broken: Any) -> None:
     with pytest.raises(CannotAskError):
         measure_sensitivity(broken, "fp8_e4m3", IDENTITY)
