@@ -104,13 +104,16 @@ class Cluster:
         code = (
             "import ray, sys, json\n"
             f"ray.init(address={self.address!r}, log_to_driver=False, logging_level='ERROR')\n"
-            "print(sum(n['Alive'] for n in ray.nodes()))"
+            "print('machines', sum(n['Alive'] for n in ray.nodes()))"
         )
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             with contextlib.suppress(subprocess.TimeoutExpired):  # one that comes too early may hang
                 done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-                if done.returncode == 0 and int(done.stdout.split()[-1]) >= count:
+                said = [
+                    line.split() for line in done.stdout.splitlines() if line.startswith("machines ")
+                ]  # Ray talks too
+                if done.returncode == 0 and said and int(said[0][1]) >= count:
                     return
             time.sleep(0.5)
         raise TimeoutError(f"{count} machines have not joined within {START_SECONDS:g} s")
