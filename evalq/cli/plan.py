@@ -87,6 +87,10 @@ def _answers(arguments: argparse.Namespace) -> list[Answer]:
         if model is not None:
             config = _with_model(config, model, request)
         check(config)
+        if config.gate.conditions:  # what the gate would refuse after the run is refused before it is planned
+            from evalq.judge.policy import checked_policy
+
+            checked_policy(config.gate)
         answers.append(plan(config, ask))
     return answers
 

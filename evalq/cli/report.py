@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from evalq.cli.locate import find_record, records_root
-from evalq.errors import EXIT_PASS, RecordError
+from evalq.errors import EXIT_PASS, ConfigError, RecordError
 from evalq.records import write_text
 
 PAGE, TEXT = "index.html", "report.md"
@@ -43,6 +43,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Write the page; 0 when it is there. Errors: RecordError, ConfigError."""
     arguments = parser().parse_args(argv)
+    if not all(text.strip() for text in [*arguments.what, arguments.out]):  # "" would be the current folder
+        raise ConfigError("a name is empty; give a folder of records, a record or a study, and --out FOLDER")
     from evalq.report.page.compose import study_page
     from evalq.report.page.draw import INSTALL, can_draw
     from evalq.report.page.html import page_html

@@ -66,6 +66,7 @@ def test_any_config_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["--config", "absent.json"], "no model config at absent.json"),
         (["+model=llama3-8b", "--context", "0"], "--context=0 must be 1 or more"),
         (["+model=llama3-8b", "+gpu=h200", "gpu.memory_utilization=1.5"], "at most 1"),
+        (["+model=llama3-8b", "+gpu=h200", "gate.conditions=[faster]"], "'faster' is not a condition"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,6 +89,13 @@ def test_no_path_of_the_machine_is_in_the_report(study: Path, tmp_path: Path) ->
         assert str(tmp_path) not in text
 
 
+@pytest.mark.parametrize("arguments", [["", "--out", "here"], ["records", "--out", " "]])
+def test_an_empty_name_is_not_the_current_folder(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """An unset variable in a script."""
+    assert main(["report", *arguments]) == 2
+    assert "a name is empty" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("what", ["empty", "nowhere"])
 def test_nothing_to_report_is_one_sentence(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
