@@ -101,7 +101,9 @@ class Core:
         self.waiting: list[tuple[str, Any, Any]] = []
         self.fail_at = fail_at
         self.steps = self.added = 0
-        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(skip_tokenizer_init=True))
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(skip_tokenizer_init=True), cache_config=SimpleNamespace(block_size=4)
+        )
 
     def add_request(self, name: str, prompt: dict[str, Any], params: Any) -> None:
         self.added += 1
@@ -129,6 +131,8 @@ class Llm:
         self.drop_shared = drop_shared or set()
         self.fed: list[Any] = []
         self.topk: list[int] = []
+
+    def reset_prefix_cache(self) -> None: ...
 
     def collective_rpc(self, name: str, args: tuple[Any, ...] = ()) -> list[Any]:
         assert name == "evalq_take_scores"
