@@ -209,7 +209,11 @@ def test_interrupted_run_leaves_nothing_and_says_so(tmp_path: Path, no_checkpoin
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={"PYTHONPATH": f"{TESTS.parent}:{TESTS}", "PATH": "/usr/bin:/bin"},
+        env={
+            "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
+            "PATH": "/usr/bin:/bin",
+            "EVALQ_LEASES": str(tmp_path / "leases"),
+        },
     )
     deadline = time.monotonic() + 60.0
     while not pids.is_file():
