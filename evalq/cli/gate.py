@@ -85,7 +85,7 @@ def _write_reports(folder: Path, verdict: Verdict) -> None:
 
 
 def _judge_and_write(arguments: argparse.Namespace) -> int:
-    folder = Path(arguments.out) if arguments.out else None
+    folder = Path(arguments.out) if arguments.out and arguments.out.strip() else None
     if folder is not None:
         (folder / VERDICT_FILE).unlink(missing_ok=True)
         # A CI system that finds no JUnit file, or an empty one, may show green: an error lies there until there is more.

@@ -178,12 +178,15 @@ def test_a_verdict_beside_a_sealed_one_is_not_sealed(
 
 @pytest.mark.parametrize("option", ["--policy", "--out", "--verdict", "--records", "--tracking-uri", "--review"])
 def test_an_empty_option_is_not_one_that_was_left_out(
-    passed: list[str], option: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, passed: list[str], option: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An unset variable in a CI file."""
+    """An unset variable in a CI file; nothing is written to a folder without a name either."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     for value in ("", "  "):
         assert gate_verb.main([*passed[:4], option, value, "--format", "json"]) == 2
         assert f"{option} is empty" in capsys.readouterr().out
+    assert not list((tmp_path / "here").iterdir())
 
 
 def test_a_review_without_its_figures_is_one_sentence(

@@ -215,14 +215,17 @@ def test_interrupted_run_leaves_nothing_and_says_so(tmp_path: Path, no_checkpoin
             "EVALQ_LEASES": str(tmp_path / "leases"),
         },
     )
-    deadline = time.monotonic() + 60.0
-    while not pids.is_file():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    time.sleep(0.1)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    try:
+        deadline = time.monotonic() + 60.0
+        while not pids.is_file():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(0.1)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()  # a test that fails leaves nobody behind either
     assert process.returncode == 130
     assert err.splitlines()[-1].startswith("evalq: interrupted; the engine was stopped and no half record was kept")
     assert "Traceback" not in err
