@@ -40,6 +40,7 @@ Progress = Callable[[int, int, str], None]  # done, total, unit
 # Named, not imported: importing it imports vLLM, and vLLM reads its environment when imported.
 PROBE_CLASS = "evalq.measure.probe.EngineProbe"
 SCORER_VERSION = "2"
+MOST_WAVES = 32  # of requests that share prefixes; the rest is scored without sharing
 MARGIN_TOKENS = 64  # room of the engine's length above the longest window
 
 
@@ -195,12 +196,15 @@ class Engine:
     def _score_in_waves(
         self, requests: Sequence[ScoreRequest], share: bool, progress: Progress | None, call: Call
     ) -> list[ScoreResult | None]:
-        """Without sharing all at once; with it, so that no request finds its scored part in the cache."""
+        """Without sharing all at once; with it, so that no request finds its scored part in the cache.
+
+        One context with very many endings would make as many waves: what is beyond MOST_WAVES has no result here.
+        """
         if not share:
             return self._score_by_hook(requests, False, progress, call)
         results: list[ScoreResult | None] = [None] * len(requests)
         done = 0
-        for wave in waves(requests, self._block_tokens):
+        for wave in waves(requests, self._block_tokens)[:MOST_WAVES]:
             self.reset_prefix_cache()
             counted = _counted(progress, done, len(requests))
             found = self._score_by_hook([requests[i] for i in wave], True, counted, call.of(wave))
@@ -212,12 +216,12 @@ class Engine:
     @property
     def _block_tokens(self) -> int:
         """Tokens of one block of the prefix cache."""
-        return int(self._llm.llm_engine.vllm_config.cache_config.block_size)
+        return int(self._llm.llm_engine.vllm_config.cache_config.block_size or 16)  # None: an engine that does not say
 
     def _score_again(
         self, requests: Sequence[ScoreRequest], results: list[ScoreResult | None], call: Call
     ) -> list[ScoreResult | None]:
-        """What the engine had in its cache all the same has no rows: score those requests without the cache."""
+        """What was in no wave, or was found in the cache all the same, has no rows: score it without the cache."""
         again = [i for i, result in enumerate(results) if result is None]
         if not again:
             return results

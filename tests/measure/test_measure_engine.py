@@ -196,6 +196,14 @@ def test_request_whose_rows_came_from_the_cache_is_scored_again_alone(monkeypatc
     assert [result.logprobs.tolist() for result in results] == EXPECTED
 
 
+def test_requests_beyond_the_last_wave_are_scored_without_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evalq.measure.engine.MOST_WAVES", 0)
+    llm = Llm(Core(), drop_shared={0, 1, 2})
+    results = engine_on(llm, monkeypatch).score(REQUESTS, share_prefixes=True)
+    assert [result.logprobs.tolist() for result in results] == EXPECTED
+    assert llm.llm_engine.added == len(REQUESTS), "each once"
+
+
 def test_scores_that_stay_away_are_an_error_not_a_short_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = Llm(Core())
     monkeypatch.setattr(Llm, "_scores", lambda self: {})
