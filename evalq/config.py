@@ -115,6 +115,9 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens; null = the largest window the tasks need, and a little more
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
+    portion_tokens: int = (
+        1_048_576  # scored together, then kept on disk: a killed run goes on behind them, with equal batches
+    )
     block_size: int | None = None  # tokens; null = the engine's own default for the device
     enforce_eager: bool = False
     attention_backend: str | None = None
@@ -167,9 +170,6 @@ class TasksConfig:
     )
     divergence_store_gib: float = (
         1.0  # GiB on disk for the baseline's hidden states; what does not fit is sampled evenly
-    )
-    save_seconds: float = (
-        20.0  # finished sequences are kept on disk this often, so that a killed run goes on from there
     )
 
 
@@ -590,6 +590,7 @@ def _check_numbers(config: RunConfig) -> list[str]:
         "engine.max_model_len": config.engine.max_model_len,
         "engine.max_num_seqs": config.engine.max_num_seqs,
         "engine.max_num_batched_tokens": config.engine.max_num_batched_tokens,
+        "engine.portion_tokens": config.engine.portion_tokens,
         "engine.block_size": config.engine.block_size,
         "engine.start_timeout_seconds": config.engine.start_timeout_seconds,
         "engine.stall_timeout_seconds": config.engine.stall_timeout_seconds,
@@ -657,8 +658,6 @@ def _check_tasks(config: RunConfig) -> list[str]:
         problems.append(
             f"tasks.divergence_store_gib={config.tasks.divergence_store_gib} must be between 0.001 and 4096 GiB"
         )
-    if not config.tasks.save_seconds > 0:
-        problems.append(f"tasks.save_seconds={config.tasks.save_seconds} must be above 0 seconds, e.g. 20")
     if not 0 <= config.tasks.topk <= 1000:
         problems.append(f"tasks.topk={config.tasks.topk} must be between 0 and 1000")
     return problems

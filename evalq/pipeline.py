@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int, str], None]
 T = TypeVar("T")
-SCORING_VERSION = "1"  # raise when scores of the same input change, so that stored baselines are measured anew
+SCORING_VERSION = "2"  # raise when scores of the same input change, so that stored baselines are measured anew
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,9 @@ def check_applied(config: RunConfig, settings: dict[str, Scalar], ranks: list[di
     problems = _settings_problems(config, settings)
     for rank in ranks:
         problems.extend(_kv_problems(config.quant, kv_effective, rank))
-        problems.extend(_scale_problems(config.quant, kv_scale_source(config.quant.kv_cache_dtype, rank["kv_scales"])))
+        if config.engine.load_format != "dummy":  # whose scales are random numbers too
+            source = kv_scale_source(config.quant.kv_cache_dtype, rank["kv_scales"])
+            problems.extend(_scale_problems(config.quant, source))
         problems.extend(_weight_problems(config, rank))
     problems.extend(_layer_problems(config.quant, [*layers, *others]))
     return Applied(
@@ -54,15 +56,23 @@ def check_applied(config: RunConfig, settings: dict[str, Scalar], ranks: list[di
 
 
 def with_layer_scales(
-    applied: Applied, quant: QuantConfig, answers: list[dict[str, Any]], stored: dict[int, dict[str, float]]
+    applied: Applied,
+    quant: QuantConfig,
+    answers: list[dict[str, Any]],
+    stored: dict[int, dict[str, float]],
+    random_weights: bool = False,
 ) -> Applied:
     """The same proof with the KV scales of every attention layer looked at: source and problems, layer by layer.
 
-    answers: probe.KvProbe.evalq_kv_layers, parsed, one per rank; stored: kv.scales.checkpoint_scales.
+    answers: probe.KvProbe.evalq_kv_layers, parsed, one per rank; stored: kv.scales.checkpoint_scales; random_weights:
+    load_format=dummy, which fills scales with random numbers too, so that their values say nothing of the scheme.
     """
     ranks = [layers_of(answer) for answer in answers]
-    problems = [*applied.problems, *(problem for layers in ranks for problem in problems_of(quant, layers, stored))]
+    found = (problem for layers in ranks for problem in problems_of(quant, layers, stored, random_weights))
+    problems = [*applied.problems, *found]
     source = source_of(quant, ranks[0], stored)
+    if random_weights and source == "unknown":
+        source = "random (dummy weights)"
     return dataclasses.replace(applied, ok=not problems, problems=list(dict.fromkeys(problems)), kv_scale_source=source)
 
 

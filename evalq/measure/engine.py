@@ -25,22 +25,23 @@ from evalq.measure.failures import classify
 from evalq.measure.hidden import sequence_key
 from evalq.measure.saved import SavedScores
 from evalq.measure.scores import (
+    DEFAULT_PORTION_TOKENS,
     Call,
     HiddenUse,
     Rows,
     ScoreRequest,
     ScoreResult,
     from_arrays,
+    portions,
     read_prompt_logprobs,
     to_arrays,
-    waves,
 )
 
 Progress = Callable[[int, int, str], None]  # done, total, unit
 # Named, not imported: importing it imports vLLM, and vLLM reads its environment when imported.
 PROBE_CLASS = "evalq.measure.probe.EngineProbe"
-SCORER_VERSION = "2"
-MOST_WAVES = 32  # of requests that share prefixes; the rest is scored without sharing
+SCORER_VERSION = "3"
+TAKE_SECONDS = 20.0  # how often scores leave the device while a portion is under way
 MARGIN_TOKENS = 64  # room of the engine's length above the longest window
 
 
@@ -124,6 +125,7 @@ class Engine:
         self.start_seconds = start_seconds
         self.start_kind = "unknown"
         self.tokenizer = None if llm.llm_engine.vllm_config.model_config.skip_tokenizer_init else llm.get_tokenizer()
+        self.portion_tokens = DEFAULT_PORTION_TOKENS
         self.steps = 0
         self._counter = 0
         self._step_tokens: int | None = None  # see paced
@@ -148,6 +150,7 @@ class Engine:
             refusals = [answer for answer in llm.collective_rpc("evalq_install_scorer") if answer]
             scorer, note = ("prompt_logprobs", refusals[0]) if refusals else ("hook", "")
         engine = cls(llm, scorer, note, started)
+        engine.portion_tokens = config.engine.portion_tokens
         engine.start_kind = "eager" if config.engine.enforce_eager else "unknown"
         return engine
 
@@ -161,29 +164,27 @@ class Engine:
         hidden: HiddenUse | None = None,
         saved: SavedScores | None = None,
     ) -> list[ScoreResult]:
-        """Score all requests together, in the engine's own batches. Results in the order of `requests`.
+        """Score requests in the engine's own batches, portion by portion (see portions). Results in the order of `requests`.
 
         share_prefixes lets requests read each other's common prefix from the cache (only with prefix caching on); reverse
         feeds the requests from the last to the first, which must not matter. `hidden` keeps or compares hidden states (see
-        keep_hidden); `saved` holds finished requests of an earlier, interrupted call and takes those of this one.
+        keep_hidden); `saved` holds the portions of an earlier, interrupted call and takes those of this one: a portion is
+        computed as a whole or not at all, so what a resumed call computes is batched as in a call that was never interrupted.
         """
         if reverse:
             return self.score(requests[::-1], topk, share_prefixes, progress, False, hidden, saved)[::-1]
         named = hidden is not None or saved is not None
         keys = [sequence_key(request.ids, request.first) for request in requests] if named else []
+        call = Call(topk, keys, hidden, saved)
         results: list[ScoreResult | None] = [None] * len(requests)
-        if saved is not None:
-            results = [from_arrays(saved.get(key)) for key in keys]
-        missing = [i for i, result in enumerate(results) if result is None]
-        wanted = [requests[i] for i in missing]
-        if self.scorer == "prompt_logprobs":
-            found: Sequence[ScoreResult | None] = self._score_by_prompt_logprobs(wanted, topk, progress)
-        else:
-            call = Call(topk, [keys[i] for i in missing] if keys else [], hidden, saved)
-            found = self._score_in_waves(wanted, share_prefixes, progress, call)
-            found = self._score_again(wanted, found, call)
-        for i, result in zip(missing, found, strict=True):
-            results[i] = result
+        done = 0
+        for portion in portions(requests, self.portion_tokens, self._block_tokens if share_prefixes else None):
+            part = [requests[i] for i in portion.numbers]
+            counted = _counted(progress, done, len(requests))
+            found = self._score_portion(part, portion.share, counted, call.of(portion.numbers))
+            for i, result in zip(portion.numbers, found, strict=True):
+                results[i] = result
+            done += len(part)
         complete = [result for result in results if result is not None]
         if len(complete) != len(requests):
             raise MeasurementError(
@@ -193,24 +194,23 @@ class Engine:
             )
         return complete
 
-    def _score_in_waves(
+    def _score_portion(
         self, requests: Sequence[ScoreRequest], share: bool, progress: Progress | None, call: Call
     ) -> list[ScoreResult | None]:
-        """Without sharing all at once; with it, so that no request finds its scored part in the cache.
-
-        One context with very many endings would make as many waves: what is beyond MOST_WAVES has no result here.
-        """
-        if not share:
-            return self._score_by_hook(requests, False, progress, call)
-        results: list[ScoreResult | None] = [None] * len(requests)
-        done = 0
-        for wave in waves(requests, self._block_tokens)[:MOST_WAVES]:
-            self.reset_prefix_cache()
-            counted = _counted(progress, done, len(requests))
-            found = self._score_by_hook([requests[i] for i in wave], True, counted, call.of(wave))
-            for i, result in zip(wave, found, strict=True):
-                results[i] = result
-            done += len(wave)
+        """One portion: as it was kept, or computed and kept."""
+        kept = [from_arrays(call.saved.get(key)) for key in call.keys] if call.saved is not None else []
+        if kept and all(result is not None for result in kept):
+            return kept
+        if self.scorer == "prompt_logprobs":
+            results: list[ScoreResult | None] = [*self._score_by_prompt_logprobs(requests, call.topk, progress)]
+        else:
+            if share:
+                self.reset_prefix_cache()
+            results = self._score_by_hook(requests, share, progress, call)
+            results = self._score_again(requests, results, call)
+        if call.saved is not None:
+            pairs = zip(call.keys, results, strict=True)
+            call.saved.keep({key: to_arrays(result) for key, result in pairs if result is not None})
         return results
 
     @property
@@ -221,7 +221,7 @@ class Engine:
     def _score_again(
         self, requests: Sequence[ScoreRequest], results: list[ScoreResult | None], call: Call
     ) -> list[ScoreResult | None]:
-        """What was in no wave, or was found in the cache all the same, has no rows: score it without the cache."""
+        """What was found in the cache all the same has no rows: score it without the cache."""
         again = [i for i, result in enumerate(results) if result is None]
         if not again:
             return results
@@ -241,18 +241,9 @@ class Engine:
             for i, r in enumerate(requests)
         ]
         rows = Rows()
-        finished: list[int] = []
-
-        def take() -> None:
-            rows.add(self._take_scores(call.topk, durable=True))
-            if call.saved is not None:
-                done = {i: result for i, result in rows.split(requests, finished).items() if result is not None}
-                call.saved.keep({call.keys[i]: to_arrays(result) for i, result in done.items()})
-                finished.clear()
-
-        every = call.saved.every_seconds if call.saved is not None else None
-        self._run([request.ids for request in requests], params, progress, pause=_Pause(take, every, finished))
-        rows.add(self._take_scores(0))
+        every = _Every(TAKE_SECONDS, lambda: rows.add(self._take_scores(call.topk)))
+        self._run([request.ids for request in requests], params, progress, after_step=every)
+        rows.add(self._take_scores(0, durable=call.saved is not None))
         found = rows.split(requests, range(len(requests)))
         return [found[i] for i in range(len(requests))]
 
@@ -390,7 +381,7 @@ class Engine:
         params: list[Any],
         progress: Progress | None,
         finished_seconds: list[float] | None = None,
-        pause: _Pause | None = None,
+        after_step: Callable[[], None] | None = None,
     ) -> list[Any]:
         """Feed all prompts and step the engine until every one is finished; outputs in the order of prompts."""
         core = self._llm.llm_engine
@@ -412,11 +403,9 @@ class Engine:
                         index = order[output.request_id]
                         outputs[index], seconds[index] = output, time.monotonic() - began
                         done += 1
-                        if pause is not None:
-                            pause.finished.append(index)
                 self.steps += 1
-                if pause is not None:
-                    pause.after_step()
+                if after_step is not None:
+                    after_step()
                 if self._between_steps:
                     self._between_steps()
                 if progress:
@@ -443,7 +432,12 @@ class Engine:
     def settings(self) -> dict[str, str | int | float | bool | None]:
         """The engine's own effective settings, read back from it."""
         config = self._llm.llm_engine.vllm_config
-        return {**settings_of(config), "scorer": self.scorer, "scorer_version": SCORER_VERSION}
+        return {
+            **settings_of(config),
+            "scorer": self.scorer,
+            "scorer_version": SCORER_VERSION,
+            "portion_tokens": self.portion_tokens,
+        }
 
     def preemptions(self) -> int | None:
         """Requests preempted since the start, from the engine's metrics; None where it keeps none."""
@@ -472,14 +466,14 @@ def _counted(progress: Progress | None, before: int, total: int) -> Progress | N
     return lambda done, _, unit: progress(before + done, total, unit)
 
 
-class _Pause:
-    """Calls `take` between two steps, at most once in `every` seconds."""
+class _Every:
+    """Calls `action` when called, at most once in `seconds`."""
 
-    def __init__(self, take: Callable[[], None], every: float | None, finished: list[int]) -> None:
-        self._take, self._every, self.finished = take, every, finished
+    def __init__(self, seconds: float, action: Callable[[], None]) -> None:
+        self._seconds, self._action = seconds, action
         self._last = time.monotonic()
 
-    def after_step(self) -> None:
-        if self._every is not None and self.finished and time.monotonic() - self._last >= self._every:
-            self._take()
+    def __call__(self) -> None:
+        if time.monotonic() - self._last >= self._seconds:
+            self._action()
             self._last = time.monotonic()

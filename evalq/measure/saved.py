@@ -23,9 +23,8 @@ OWNER_FILE = "reuse_key"
 class SavedScores:
     """Finished sequences of one cell and group of tasks. `reuse_key` says which measurement they belong to."""
 
-    def __init__(self, folder: Path, reuse_key: str, every_seconds: float) -> None:
+    def __init__(self, folder: Path, reuse_key: str) -> None:
         self.folder = folder
-        self.every_seconds = every_seconds
         self._reuse_key = reuse_key
         self._number = 0
         self._found: dict[str, Arrays] = {}

@@ -13,6 +13,8 @@ from evalq.measure.hidden import Layout
 from evalq.measure.saved import SavedScores
 
 Arrays = dict[str, np.ndarray]
+DEFAULT_PORTION_TOKENS = 1_048_576  # as engine.portion_tokens
+MOST_WAVES = 32  # of requests that share prefixes; the rest is scored without sharing
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,37 @@ class Call:
     def of(self, wanted: Sequence[int]) -> Call:
         """The call for some of its requests, in that order."""
         return Call(self.topk, [self.keys[i] for i in wanted] if self.keys else [], self.hidden, self.saved)
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Requests, by number, that are scored together, with no other request in the engine and an empty prefix cache."""
+
+    numbers: list[int]
+    share: bool  # read common prefixes from the cache
+
+
+def portions(requests: Sequence[ScoreRequest], most_tokens: int, block: int | None) -> list[Portion]:
+    """All requests, each in one portion of at most `most_tokens` tokens (or of one longer request).
+
+    Depends on the requests alone, never on time, so that the engine's batches are the same in every run. block: tokens of a
+    block of the prefix cache; None = nothing is shared. One context with very many endings would make as many waves: what is
+    beyond MOST_WAVES is not shared.
+    """
+    groups = [list(range(len(requests)))] if block is None else waves(requests, block)
+    shared, alone = (0, groups) if block is None else (MOST_WAVES, groups[MOST_WAVES:])
+    rest = sorted(number for group in alone for number in group)
+    found = []
+    for numbers, share in [*((group, True) for group in groups[:shared]), (rest, False)]:
+        tokens = most_tokens  # full: the first request begins a portion
+        for number in numbers:
+            length = len(requests[number].ids)
+            if tokens + length > most_tokens:
+                found.append(Portion([], share))
+                tokens = 0
+            found[-1].numbers.append(number)
+            tokens += length
+    return found
 
 
 def waves(requests: Sequence[ScoreRequest], block: int) -> list[list[int]]:

@@ -206,6 +206,7 @@ def proof_of(engine: Engine | Served, config: RunConfig, spec: WorkerSpec, setti
         config.quant,
         [json.loads(answer) for answer in engine.ask_workers("evalq_kv_layers")],
         checkpoint_scales(Path(spec.checkpoint)),
+        random_weights=config.engine.load_format == "dummy",
     )
 
 
@@ -422,7 +423,7 @@ def _score_group(
     from evalq.measure.tasks import EngineLM, dataset_hash, harness_version, metric_values, run_tasks
     from evalq.measure.texts import kept_texts
 
-    saved = SavedScores(work / PARTIAL_FOLDER / group, reuse_key, config.tasks.save_seconds)
+    saved = SavedScores(work / PARTIAL_FOLDER / group, reuse_key)
     lm = EngineLM(
         engine,
         config.model.bos,

@@ -217,9 +217,10 @@ def awq_mappings(model: Any, job: dict[str, Any]) -> list[Any]:
 
 
 def store_as(folder: Path, dtype: str, tied: bool) -> None:
-    """Bring what was calculated in float32 to the model's dtype, as the source has it.
+    """Bring what was calculated in float32 to the model's dtype, as the source has it; a tied head is stored once.
 
-    Scales of int8 and FP8 weights and of activations stay float32, which is what kernels take; a tied head is stored once.
+    Scales of int8 and FP8 weights and of activations are float32, which is what kernels take: on a GPU, where the library
+    calculates in 16 bit, they are stored wider without another value.
     """
     import torch
     from safetensors import safe_open
@@ -231,7 +232,9 @@ def store_as(folder: Path, dtype: str, tied: bool) -> None:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
         packed = {name.removesuffix("_packed") for name in tensors if name.endswith("weight_packed")}
         changed = {
-            name: tensor if _keeps_float32(name, packed) or tensor.dtype != torch.float32 else tensor.to(target)
+            name: tensor.to(torch.float32 if _is_float32(name, packed) else target)
+            if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            else tensor
             for name, tensor in tensors.items()
             if not (tied and name == "lm_head.weight")
         }
@@ -247,7 +250,7 @@ def store_as(folder: Path, dtype: str, tied: bool) -> None:
     config_file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _keeps_float32(name: str, packed: set[str]) -> bool:
+def _is_float32(name: str, packed: set[str]) -> bool:
     """Whether a tensor is a scale that engines read as float32; those of packed weights have the model's own dtype."""
     if not name.endswith("_scale"):
         return False

@@ -1,7 +1,7 @@
 """A real engine killed within a group of tasks, and the same command again: what is kept, what is computed anew, and the result.
 
     EVALQ_DATA=../shared/data python jobs/bench/kill_and_resume.py --folder /tmp/cut +model=smollm2-135m gpu=cpu data=local \
-        tasks.perplexity_limit=16 tasks.save_seconds=2                                      about 4 minutes on 2 cores
+        tasks.perplexity_limit=16                                                           about 6 minutes on 2 cores
 
 Measures the baseline undisturbed; then again in another store, with SIGKILL to the engine's process once --after sequences of the
 group are on disk; then the same command a third time. Prints one JSON line: sequences in all, on disk when the kill came, seconds

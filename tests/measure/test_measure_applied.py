@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from evalq.config import EngineConfig, GpuConfig, ModelConfig, QuantArgs, QuantConfig, QuantGroup, RunConfig
-from evalq.measure.applied import check_applied, kv_scale_source, linear_layers, measure_ledger
+from evalq.measure.applied import check_applied, kv_scale_source, linear_layers, measure_ledger, with_layer_scales
 
 ATTENTION = QuantGroup(
     ["re:.*self_attn[.](q|k|v|o)_proj$"],
@@ -165,6 +165,20 @@ def test_scales_that_nobody_claimed() -> None:
     assert problems(silent, rank("fp8-kv", "fp8_e4m3"), kv_cache_dtype="fp8_e4m3") == [
         "scheme fp8-kv claims no KV scales and the engine uses default 1.0"
     ]
+
+
+def test_random_weights_bring_random_scales_which_say_nothing_of_the_scheme() -> None:
+    """Seen on a GPU: load_format=dummy filled the scales of an FP8 checkpoint with numbers below 0.001."""
+    config = config_of("fp8-kv")
+    config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, load_format="dummy"))
+    settings = {**SETTINGS, "kv_cache_dtype": "fp8_e4m3", "load_format": "dummy"}
+    applied = check_applied(config, settings, [rank("fp8-kv", "fp8_e4m3", v_min=-0.0007)])
+    assert applied.problems == []
+    answer = {"model.layers.0.self_attn.attn": {"k_scale": [-0.0007], "v_scale": [-0.0007], "kv_dtype": "fp8_e4m3",
+                                                "implementation": "X", "computed_by_engine": False}}  # fmt: skip
+    judged = with_layer_scales(applied, config.quant, [answer], {}, random_weights=True)
+    assert (judged.problems, judged.kv_scale_source) == ([], "random (dummy weights)")
+    assert not with_layer_scales(applied, config.quant, [answer], {}).ok
 
 
 def test_where_scales_come_from() -> None:

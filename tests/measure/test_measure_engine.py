@@ -13,6 +13,7 @@ import pytest
 from evalq.errors import EvalqError, InfeasibleError, MeasurementError
 from evalq.measure import engine as module
 from evalq.measure.engine import MARGIN_TOKENS, Engine, ScoreRequest, engine_arguments, prepare_environment
+from evalq.measure.hidden import sequence_key
 from evalq.measure.saved import SavedScores
 from evalq.pipeline import prepare
 
@@ -197,7 +198,7 @@ def test_request_whose_rows_came_from_the_cache_is_scored_again_alone(monkeypatc
 
 
 def test_requests_beyond_the_last_wave_are_scored_without_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evalq.measure.engine.MOST_WAVES", 0)
+    monkeypatch.setattr("evalq.measure.scores.MOST_WAVES", 0)
     llm = Llm(Core(), drop_shared={0, 1, 2})
     results = engine_on(llm, monkeypatch).score(REQUESTS, share_prefixes=True)
     assert [result.logprobs.tolist() for result in results] == EXPECTED
@@ -219,19 +220,34 @@ def test_engine_that_runs_out_of_memory_while_scoring(monkeypatch: pytest.Monkey
     assert "max_num_batched_tokens" in str(caught.value)
 
 
-def test_finished_requests_are_kept_and_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine dies in its third step: the two requests that were finished are on disk, the next run computes the other."""
-    saved = SavedScores(tmp_path / "partial", "key", 1e-9)
+def test_finished_portions_are_kept_and_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine dies in its second step, within the second portion: the first is on disk, the next run computes the others."""
+    saved = SavedScores(tmp_path / "partial", "key")
     assert len(saved) == 0, "nothing kept yet must not read as nothing asked for"
+    engine = engine_on(Llm(Core(fail_at=2)), monkeypatch)
+    engine.portion_tokens = 4
     with pytest.raises(EvalqError):
-        engine_on(Llm(Core(fail_at=2)), monkeypatch).score(REQUESTS, saved=saved)
-    again = SavedScores(tmp_path / "partial", "key", 1e-9)
-    finished = len(again)
-    assert 0 < finished < len(REQUESTS)
+        engine.score(REQUESTS, saved=saved)
+    again = SavedScores(tmp_path / "partial", "key")
+    assert len(again) == 1
     llm = Llm(Core())
-    results = engine_on(llm, monkeypatch).score(REQUESTS, saved=again)
+    engine = engine_on(llm, monkeypatch)
+    engine.portion_tokens = 4
+    results = engine.score(REQUESTS, saved=again)
     assert [r.logprobs.tolist() for r in results] == EXPECTED
-    assert llm.llm_engine.added == len(REQUESTS) - finished
+    assert llm.llm_engine.added == 2
+
+
+def test_a_portion_that_is_not_whole_on_disk_is_computed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its batches would be others without the sequences that were finished."""
+    saved = SavedScores(tmp_path / "partial", "key")
+    first = REQUESTS[0]
+    rows = {"logprob": np.float32([-1, -2]), "top1_id": np.int32([1, 2]), "top1_logprob": np.float32([-1, -2])}
+    saved.keep({sequence_key(first.ids, first.first): rows})
+    llm = Llm(Core())
+    results = engine_on(llm, monkeypatch).score(REQUESTS, saved=saved)
+    assert [r.logprobs.tolist() for r in results] == EXPECTED
+    assert llm.llm_engine.added == len(REQUESTS)
 
 
 def test_no_requests_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,22 +16,22 @@ def rows(count: int, start: float = 0.0) -> dict[str, np.ndarray]:
 
 
 def test_finished_sequences_survive(tmp_path: Path) -> None:
-    first = SavedScores(tmp_path / "p", "key", 1.0)
+    first = SavedScores(tmp_path / "p", "key")
     first.keep({"a": rows(3), "b": rows(1, 9.0)})
     first.keep({"c": rows(0)})
-    second = SavedScores(tmp_path / "p", "key", 1.0)
+    second = SavedScores(tmp_path / "p", "key")
     assert len(second) == 3
     assert second.get("d") is None
     np.testing.assert_array_equal(second.get("a")["logprob"], [0, 1, 2])
     np.testing.assert_array_equal(second.get("b")["logprob"], [9])
     assert second.get("a")["topk_id"].shape == (3, 2)
     second.keep({"d": rows(2)})
-    assert len(SavedScores(tmp_path / "p", "key", 1.0)) == 4
+    assert len(SavedScores(tmp_path / "p", "key")) == 4
 
 
 def test_another_measurement_does_not_read_them(tmp_path: Path) -> None:
-    SavedScores(tmp_path / "p", "key", 1.0).keep({"a": rows(3)})
-    assert len(SavedScores(tmp_path / "p", "another", 1.0)) == 0
+    SavedScores(tmp_path / "p", "key").keep({"a": rows(3)})
+    assert len(SavedScores(tmp_path / "p", "another")) == 0
     assert not (tmp_path / "p").exists()
 
 
@@ -39,19 +39,19 @@ def test_another_measurement_does_not_read_them(tmp_path: Path) -> None:
 @settings(max_examples=30, deadline=None)
 def test_cut_file_costs_its_sequences_only(tmp_path_factory: object, cut: int) -> None:
     folder = tmp_path_factory.mktemp("saved")  # type: ignore[attr-defined]
-    saved = SavedScores(folder, "key", 1.0)
+    saved = SavedScores(folder, "key")
     saved.keep({"a": rows(3)})
     saved.keep({"b": rows(2)})
     file = sorted(folder.glob("*.npz"))[1]
     file.write_bytes(file.read_bytes()[:cut])
-    again = SavedScores(folder, "key", 1.0)
+    again = SavedScores(folder, "key")
     assert again.get("a") is not None
     again.keep({"b": rows(2)})
-    assert len(SavedScores(folder, "key", 1.0)) == 2
+    assert len(SavedScores(folder, "key")) == 2
 
 
 def test_cleared_when_the_group_is_done(tmp_path: Path) -> None:
-    saved = SavedScores(tmp_path / "p", "key", 1.0)
+    saved = SavedScores(tmp_path / "p", "key")
     saved.keep({"a": rows(1)})
     saved.clear()
     assert not (tmp_path / "p").exists()

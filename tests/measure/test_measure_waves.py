@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evalq.measure.scores import Call, ScoreRequest, waves
+from evalq.measure.scores import Call, Portion, ScoreRequest, portions, waves
 
 PREAMBLE = list(range(100, 108))
 
@@ -53,3 +53,35 @@ def test_a_part_of_a_call_keeps_its_keys() -> None:
     call = Call(2, ["a", "b", "c"], None, None)
     assert call.of([2, 0]).keys == ["c", "a"]
     assert Call(0, [], None, None).of([1]).keys == []
+
+
+def test_portions_are_cut_by_tokens_and_a_longer_request_has_its_own() -> None:
+    requests = [ScoreRequest([0] * length, 1) for length in (4, 4, 3, 20, 2, 10)]
+    found = portions(requests, 10, None)
+    assert found == [
+        Portion([0, 1], False),
+        Portion([2], False),
+        Portion([3], False),
+        Portion([4], False),
+        Portion([5], False),
+    ]
+
+
+def test_no_requests_no_portions() -> None:
+    assert portions([], 10, None) == portions([], 10, 4) == []
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=12), max_size=30),
+    st.integers(1, 40),
+    st.one_of(st.none(), st.integers(1, 4)),
+)
+def test_every_request_is_in_one_portion_of_bounded_size(rows: list[list[int]], most: int, block: int | None) -> None:
+    requests = [ScoreRequest(ids, 1) for ids in rows]
+    found = portions(requests, most, block)
+    assert sorted(i for portion in found for i in portion.numbers) == list(range(len(requests)))
+    for portion in found:
+        assert portion.numbers
+        assert portion.numbers == sorted(portion.numbers)
+        assert len(portion.numbers) == 1 or sum(len(requests[i].ids) for i in portion.numbers) <= most
+        assert not portion.share or block is not None

@@ -167,3 +167,35 @@ def test_the_program_imports_nothing_of_evalq() -> None:
     assert "import evalq" not in text
     assert "from evalq" not in text
     assert callable(awq_mappings)
+
+
+def test_scales_that_kernels_read_as_float32_are_stored_so_whatever_was_calculated_with(tmp_path: Path) -> None:
+    """On a GPU the library calculates, and stores, in 16 bit; on a CPU in 32."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from evalq.quantize.compressor import store_as
+
+    for calculated in (torch.bfloat16, torch.float32):
+        folder = tmp_path / str(calculated)
+        folder.mkdir()
+        scale = torch.tensor([[0.5], [0.25]], dtype=calculated)
+        tensors = {
+            "a.weight": torch.ones(2, 4, dtype=torch.int8),
+            "a.weight_scale": scale,
+            "b.weight_packed": torch.ones(2, 1, dtype=torch.int32),
+            "b.weight_scale": scale,
+            "norm.weight": torch.ones(4, dtype=calculated),
+        }
+        save_file(tensors, str(folder / "model.safetensors"))
+        (folder / "config.json").write_text("{}", encoding="utf-8")
+        store_as(folder, "bfloat16", tied=False)
+        found = load_file(str(folder / "model.safetensors"))
+        assert {name: tensor.dtype for name, tensor in found.items()} == {
+            "a.weight": torch.int8,
+            "a.weight_scale": torch.float32,
+            "b.weight_packed": torch.int32,
+            "b.weight_scale": torch.bfloat16,
+            "norm.weight": torch.bfloat16,
+        }
+        assert found["a.weight_scale"].tolist() == [[0.5], [0.25]]

@@ -82,13 +82,17 @@ def source_of(quant: QuantConfig, layers: list[LayerScales], stored: dict[int, d
     return "unknown"
 
 
-def problems_of(quant: QuantConfig, layers: list[LayerScales], stored: dict[int, dict[str, float]]) -> list[str]:
-    """What is not as the scheme claims, with the first layer named."""
+def problems_of(
+    quant: QuantConfig, layers: list[LayerScales], stored: dict[int, dict[str, float]], any_scale: bool = False
+) -> list[str]:
+    """What is not as the scheme claims, with the first layer named. any_scale: the values of the scales are not looked at."""
     aliases = {quant.kv_cache_dtype, *({"fp8"} if quant.kv_cache_dtype == "fp8_e4m3" else ())}
     sixteen = quant.kv_cache_dtype in ("bfloat16", "float16")
     found = [f"{layer.name} keeps its KV cache as {layer.kv_dtype}, not {quant.kv_cache_dtype}" for layer in layers
              if layer.kv_dtype not in aliases and not (sixteen and layer.kv_dtype == "auto")]  # fmt: skip
-    if quant.kv_scale_source in ("checkpoint", "computed"):
+    if any_scale:
+        pass
+    elif quant.kv_scale_source in ("checkpoint", "computed"):
         found += [_unloaded(layer, stored) for layer in layers if not _matches(layer, stored)]
     elif quant.kv_scale_source == "default 1.0":
         found += [f"{layer.name} uses KV scales {layer.k:g} and {layer.v:g}, not 1.0" for layer in layers
