@@ -458,6 +458,7 @@ def check(config: RunConfig) -> None:
     """Raise one ConfigError that lists every problem of the config; return when there is none."""
     problems = [
         *_check_names(config),
+        *_check_paths(config.paths),
         *_check_model(config.model),
         *_check_quant(config.quant),
         *_check_numbers(config),
@@ -471,6 +472,15 @@ def check(config: RunConfig) -> None:
     ]
     if problems:
         raise ConfigError(*problems)
+
+
+def _check_paths(paths: PathsConfig) -> list[str]:
+    """An empty name would be the current folder, or the root itself."""
+    return [
+        f"paths.{field.name} is empty; name a folder, or leave it out for the default"
+        for field in dataclasses.fields(paths)
+        if not str(getattr(paths, field.name)).strip()
+    ]
 
 
 def _check_names(config: RunConfig) -> list[str]:

@@ -415,6 +415,9 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename = str(path)  # a full disk names no file by itself, and the temporary one says nothing
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)

@@ -221,6 +221,9 @@ def test_every_file_starts_with_its_comment() -> None:
         (["gpu.count=two"], ["gpu.count=two", "Integer"]),
         (["gpu.count=0"], ["gpu.count=0 must be above 0"]),
         (["tracking.study=a,b"], ["-m"]),
+        (["paths.records="], ["paths.records is empty", "leave it out"]),
+        (["paths.root="], ["paths.root is empty", "leave it out"]),
+        (["engine.portion_tokens=0"], ["engine.portion_tokens=0 must be above 0"]),
         (["just-a-word"], ["'just-a-word' is not of the form key=value"]),
     ],
 )

@@ -94,8 +94,24 @@ def _ask(address: str) -> bytes:
         return bytes(answer.read())
 
 
+class _SameHost(urllib.request.HTTPRedirectHandler):
+    """Follows a redirect, and leaves the login behind when it leads to another host, port or scheme."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        follow = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if follow is not None and _origin(newurl) != _origin(req.full_url):
+            follow.remove_header("Authorization")
+        return follow
+
+
+def _origin(address: str) -> tuple[str, str | None, int | None]:
+    parts = urllib.parse.urlsplit(address)
+    return parts.scheme, parts.hostname, parts.port
+
+
 def _open(address: str) -> Any:
-    return urllib.request.urlopen(urllib.request.Request(address, headers=_login()), timeout=TIMEOUT_SECONDS)
+    request = urllib.request.Request(address, headers=_login())
+    return urllib.request.build_opener(_SameHost).open(request, timeout=TIMEOUT_SECONDS)
 
 
 def _login() -> dict[str, str]:

@@ -10,10 +10,10 @@ import numpy as np
 from evalq.config import nearest
 from evalq.errors import ConfigError
 from evalq.judge.pairs import DocumentPairs
+from evalq.judge.policy import NEVER_ALLOWED
 from evalq.records import Record, Scalar
 
 ABSENT = "(absent)"
-NEVER_ALLOWED = ("load_format",)  # random weights measure no quality, whatever is allowed
 IDENTITY = ("model_id", "weights_hash", "tokenizer_hash", "gpu", "engine_version", "harness_version")
 
 

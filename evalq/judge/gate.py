@@ -18,7 +18,6 @@ from evalq.errors import (
     RecordError,
 )
 from evalq.judge.comparable import (
-    NEVER_ALLOWED,
     Difference,
     check_allow,
     differences,
@@ -32,7 +31,7 @@ from evalq.judge.conditions import condition_check
 from evalq.judge.kv import blindness, kv_checks, pool_problem, reads_elsewhere, short_contexts
 from evalq.judge.pairs import ItemPairs, Tables, document_pairs, item_pairs
 from evalq.judge.perplexity import is_warning, perplexity_check
-from evalq.judge.policy import Policy, checked_policy, flat_policy
+from evalq.judge.policy import NEVER_ALLOWED, Policy, checked_policy, flat_policy
 from evalq.judge.tasks import (
     PERPLEXITY_TASK,
     accuracy_difference,

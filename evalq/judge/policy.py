@@ -13,6 +13,7 @@ from evalq.config import GateConfig, check_gate, nearest, parse_share
 from evalq.errors import ConfigError
 from evalq.records import Ledger, Load, Scalar
 
+NEVER_ALLOWED = ("load_format",)  # random weights measure no quality, whatever is allowed
 METRIC_UNITS = {"word_perplexity": "words", "byte_perplexity": "bytes", "token_perplexity": "tokens"}
 LEDGER_QUANTITIES = (
     "weight_bytes",
@@ -85,6 +86,11 @@ def checked_policy(gate: GateConfig) -> Policy:
         problems.append(
             "wikitext is a perplexity and has no margin; its allowed increase is gate.target and gate.limit"
         )
+    problems += [
+        f"gate.allow names {name}, which is never excused: random weights measure no quality; leave it out"
+        for name in gate.allow
+        if name in NEVER_ALLOWED
+    ]
     conditions = []
     for text in gate.conditions:
         try:

@@ -4,7 +4,8 @@ serve       one server; its load at one concurrency by evalq, and by `vllm bench
             token ids of fixed length) with the same arguments, alternately (A B B A)
 throughput  load=offline on the scoring start by evalq, and `vllm bench throughput` with the same arguments, each in a process
 
-`vllm bench` wants a tokenizer even for token ids: --tokenizer names a folder with one.
+`vllm bench` wants a tokenizer even for token ids: --tokenizer names a folder with one. vLLM 0.26's bench turns the ids into text,
+so a server of random weights, which has no tokenizer, is given that one too; lengths then hold up to how the text is split again.
 """
 
 from __future__ import annotations
@@ -94,7 +95,10 @@ def against_serve(
     """evalq's client and vLLM's command on one server, alternately; every run with fresh prompts and an empty prefix cache."""
     folder.mkdir(parents=True, exist_ok=True)
     load = replace(config.load, repeats=1, concurrencies=config.load.concurrencies[:1], peak_requests=0)
-    config = replace(config, load=load)
+    engine = config.engine
+    if engine.load_format == "dummy":
+        engine = replace(engine, extra={**engine.extra, "skip_tokenizer_init": False, "tokenizer": tokenizer})
+    config = replace(config, load=load, engine=engine)
     slots = load.concurrencies[0]
     count = max(load.requests, load.waves * slots)
     served = Served.start(
@@ -158,6 +162,9 @@ def bench_serve(
     ]
     run_bench("serve", arguments, folder / "bench.log", {**os.environ, "NO_PROXY": "*", "no_proxy": "*"})
     found = json.loads((folder / name).read_text(encoding="utf-8"))
+    if found["failed"] or not found["completed"]:
+        errors = sorted({error for error in found["errors"] if error})
+        raise SystemExit(f"vllm bench serve failed {found['failed']} of {count} requests: {', '.join(errors)[:200]}")
     latencies = [ttft + sum(itls) for ttft, itls in zip(found["ttfts"], found["itls"], strict=True)]
     outputs = found["output_lens"]
     tpots = [sum(itls) / (n - 1) for itls, n in zip(found["itls"], outputs, strict=True) if n > 1]

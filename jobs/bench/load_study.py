@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from evalq.loads.compare import compare_loads
-from evalq.loads.results import Level
+from evalq.loads.results import Level, Repeat
 from evalq.records import Ledger, Record, read_record
 from evalq.report.load_tables import markdown, markdown_table
 from evalq.report.words import ABSENT, size
@@ -60,7 +60,32 @@ def page(title: str, records: Sequence[Record], checks: Sequence[dict[str, float
     parts += ["## Claims", "", claims_table(records), ""]
     if checks:
         parts += ["## Cross-check with the engine's own benchmarks", "", cross_check(checks), ""]
-    return "\n".join([*parts, "## All figures", "", markdown(records)])
+    for title, group in by_pool(records):
+        parts += [f"## {title}", "", markdown(group), ""]
+    return "\n".join(parts)
+
+
+def by_pool(records: Sequence[Record]) -> list[tuple[str, list[Record]]]:
+    """Cells with the whole pool, and those whose pool was made small for the offload: never compared with each other."""
+    small = small_pools(records)
+    groups = [("All figures", False), (f"A KV pool made small ({', '.join(pool_words(small, records))})", True)]
+    parts = [(title, [r for r in records if (pool(r) in small) is wanted]) for title, wanted in groups]
+    return [(title, group) for title, group in parts if group]
+
+
+def pool(record: Record) -> object:
+    return record.engine_settings.get("num_blocks")
+
+
+def small_pools(records: Sequence[Record]) -> set[object]:
+    """Pools of the cells with offload, where another pool was measured too."""
+    offloaded = {pool(record) for record in records if "offload" in record.cell.engine}
+    return offloaded if any(pool(record) not in offloaded for record in records) else set()
+
+
+def pool_words(small: set[object], records: Sequence[Record]) -> list[str]:
+    held = {r.ledger.kv_pool_tokens for r in records if r.ledger and r.ledger.kv_pool_tokens and pool(r) in small}
+    return [f"{tokens:,} tokens" for tokens in sorted(held)]
 
 
 def device_lines(records: Sequence[Record]) -> str:
@@ -82,6 +107,7 @@ def figure(level: Level | None, name: str) -> float | None:
 
 def beside(records: Sequence[Record]) -> str:
     """p99 of the whole request by concurrency, and the highest rate, of each cell and of the articles' models."""
+    small = small_pools(records)
     rows = []
     for record in records:
         found = levels(record)
@@ -93,7 +119,8 @@ def beside(records: Sequence[Record]) -> str:
         ]
         half = len(peaks) // 2
         best = [max((p for p in part if p is not None), default=None) for part in (peaks[:half], peaks[half:])]
-        cell = f"{record.cell.model} {record.cell.quant} ({record.cell.engine})"
+        words = "".join(f", pool of {part}" for part in pool_words(small & {pool(record)}, [record]))
+        cell = f"{record.cell.model} {record.cell.quant} ({record.cell.engine}{words})"
         rows.append([cell, *(number(v, 2) for v in p99), *(number(v, 0) for v in best)])
     for name, values in ARTICLE_P99.items():
         rows.append(
@@ -113,7 +140,8 @@ def number(value: float | None, digits: int) -> str:
 
 
 def claims_table(records: Sequence[Record]) -> str:
-    by_quant = {record.cell.quant: record for record in records if "offload" not in record.cell.engine}
+    small = small_pools(records)
+    by_quant = {record.cell.quant: record for record in records if pool(record) not in small}
     rows = [halving(by_quant), saving(by_quant), offload(records), steadiness(by_quant), first_start(records)]
     return markdown_table(("#", "claim", "measured", "verdict", "why"), rows)
 
@@ -168,22 +196,28 @@ def offload(records: Sequence[Record]) -> Claim:
             "needs one cell with and one without offload, of equal pools on the device",
         )
     a, b = pairs[-1]
-    found = []
-    inside = []
+    found: list[str] = []
+    inside: list[bool] = []
     for name, result in b.load_results.items():
         if name in a.load_results:
             for row in compare_loads(a.load_results[name], result):
+                change, noise = row.share - 1, row.noise or 0.0
                 if row.figure in ("latency_p99_seconds", "output_tokens_per_second"):
-                    found.append(f"{row.level}: {row.figure.split('_')[0]} {100 * (row.share - 1):+.1f} %")
-                    inside += [0.20 <= row.share - 1 <= 0.30] if row.figure == "latency_p99_seconds" else []
-    hits = sum(
-        r.notes.get("offload_hit_tokens", 0.0)
-        for x in b.load_results.values()
-        for level in x.levels
-        for r in level.repeats
-    )
+                    words = f"{row.level}: {row.figure.split('_')[0]} {100 * change:+.1f} % (noise {100 * noise:.1f} %)"
+                    found.append(words)
+                if row.figure == "latency_p99_seconds":
+                    inside.append(change + noise >= 0.20 and change - noise <= 0.30)
+    preempted = [sum(r.preemptions or 0 for r in repeats(x)) for x in (a, b)]
+    found.append(f"preempted {preempted[0]:,} -> {preempted[1]:,}")
+    hits = sum(r.notes.get("offload_hit_tokens", 0.0) for r in repeats(b))
     why = f"{hits:,.0f} prompt tokens came back from the host; {LITTLE_TO_READ_BACK}"
-    return (*claim, "; ".join(found), "agrees" if inside and all(inside) else "differs", why)
+    if not inside or not all(inside):
+        return (*claim, "; ".join(found), "differs", why)
+    return (*claim, "; ".join(found), "latency agrees" if hits else "latency agrees, capacity not shown", why)
+
+
+def repeats(record: Record) -> list[Repeat]:
+    return [r for x in record.load_results.values() for level in x.levels for r in level.repeats]
 
 
 def steadiness(cells: dict[str, Record]) -> Claim:

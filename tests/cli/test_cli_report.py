@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -163,3 +165,17 @@ def test_inspect_without_a_baseline(study: Path, capsys: pytest.CaptureFixture[s
     assert read_record(study / "fp8-kv")
     assert main(["inspect", str(study / "fp8-kv"), "--records", str(study)]) == 2
     assert "--against" in capsys.readouterr().err
+
+
+def test_a_full_disk_names_the_file(
+    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("evalq.records.os.fsync", full)
+    assert main(["report", str(study), "--out", str(tmp_path / "out")]) == 5
+    message = capsys.readouterr().err
+    assert "No space left on device" in message
+    assert str(tmp_path / "out" / "index.html") in message
+    assert list((tmp_path / "out").iterdir()) == []

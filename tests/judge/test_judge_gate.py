@@ -170,6 +170,10 @@ def test_what_was_left_out_is_said(tmp_path: Path) -> None:
 def test_random_weights_are_never_allowed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="random weights"):
         pair(tmp_path, 0.0).judge(allow=("load_format",))
+    found = pair(tmp_path / "policy", 0.0)
+    gate = dataclasses.replace(GateConfig(), allow=["load_format"])
+    with pytest.raises(ConfigError, match=r"gate\.allow names load_format, which is never excused"):
+        judge(found.first, found.first_folder, found.second, found.second_folder, gate)
 
 
 def test_a_field_on_one_side_only_is_a_difference(tmp_path: Path) -> None:
