@@ -147,7 +147,7 @@ def markdown(outcome: Outcome, heat: dict[str, Any]) -> str:
         "",
         f"Search: {outcome.search_documents} documents, looks {outcome.looks}; final verdict: the next "
         f"{outcome.final_documents} documents, which no step of the search has scored.",
-        *(f"Final: {proof.status}: {proof.summary}" for proof in outcome.final),
+        *(f"Final: {proof.summary}" for proof in outcome.final),
         f"Engine: {hours:.3f} hours; a grid of every option for every kind of group ({outcome.grid_cells} cells on all these "
         f"documents) would take {grid:.1f} hours. Sensitivity: {outcome.sensitivity_seconds:.0f} s.",
         f"Allocations are within {outcome.solver_gap:.2%} of the best that the model of adding damages allows.",
@@ -176,7 +176,12 @@ def _row(one: Tried) -> str:
     if estimate is not None and None not in (estimate.value, estimate.low, estimate.high):
         increase = f"{estimate.value:+.2%} [{estimate.low:+.2%}, {estimate.high:+.2%}], {one.proof.documents} documents"
     front = "front" if one.on_front else f"tied with {one.tied_with}" if one.tied_with else ""
-    return f"| {one.name} | {one.weight_bytes / MIB:.1f} | {increase} | {one.kld_nats:.4f} | {one.proof.status} | {front} |"
+    words = (
+        f"{one.proof.status} with a warning"
+        if one.proof.status == "PASS" and not one.proof.passed
+        else one.proof.status
+    )
+    return f"| {one.name} | {one.weight_bytes / MIB:.1f} | {increase} | {one.kld_nats:.4f} | {words} | {front} |"
 
 
 def recipe_yaml(recipe: QuantConfig, outcome: Outcome) -> str:

@@ -15,8 +15,6 @@ from evalq.pipeline import Measured, as_baseline, baseline_scheme, judge_cell, m
 from evalq.records import Estimate, Verdict
 from evalq.report.progress import QuietWatcher
 
-FINAL_TRIES = 2  # candidates that may be judged on the kept documents; each at a share of the error rate
-
 
 @dataclass(frozen=True)
 class Split:
@@ -99,9 +97,8 @@ class Bench:
         return proof
 
     def verdict(self, quant: QuantConfig) -> tuple[Proof, Verdict | None]:
-        """Judge on the kept documents, with every task of the config, at the error rate of one of FINAL_TRIES."""
-        confidence = 1.0 - (1.0 - self.config.gate.confidence) / FINAL_TRIES
-        gate = dataclasses.replace(self.config.gate, looks=[], extend=False, confidence=confidence)
+        """Judge on the kept documents, with every task and the gate of the config."""
+        gate = dataclasses.replace(self.config.gate, looks=[], extend=False)
         first = self.config.tasks.perplexity_from + self.split.search
         tasks = dataclasses.replace(
             self.config.tasks, perplexity_from=first, perplexity_limit=self.split.final, keep_tokens=False

@@ -35,8 +35,9 @@ from evalq.search.candidates import (
     unit_seconds,
 )
 from evalq.search.outcome import Outcome, Tried, with_front, write_outcome
-from evalq.search.proof import FINAL_TRIES, Bench, Proof, split_documents
+from evalq.search.proof import Bench, Proof, split_documents
 
+PASS_STATUS = "PASS"
 IGNORE = ["lm_head", "re:.*[.]gate$", "re:.*[.]shared_expert_gate$"]
 
 
@@ -89,9 +90,9 @@ def search(
     uniforms = [uniform(state.units, o, state.table, state.base, config.model.dtype) for o in state.options]
     smallest_uniform = _prove_uniforms(state, uniforms) if config.search.uniform else None
     rungs = _rungs(state, smallest_uniform)
-    passing = _bisect(state, rungs)
+    passing = [*_bisect(state, rungs), *([smallest_uniform] if smallest_uniform else [])]
     passing = _with_kv(state, passing)
-    best, final, exit_code, status = _final(state, passing)
+    best, final, exit_code, status = _final(state, final_order(passing, rungs, state.proofs))
     outcome = _outcome(state, best, final, exit_code, status, smallest_uniform)
     folder = out or state.cell.places.root / "search" / f"{config.model.name}-{config.search.objective}"
     write_outcome(folder, outcome, best.quant if best else None, state.units, state.damages)
@@ -221,18 +222,34 @@ def _with_kv(state: State, passing: list[Candidate]) -> list[Candidate]:
     return found
 
 
-def _final(state: State, passing: list[Candidate]) -> tuple[Candidate | None, list[Proof], int, str]:
-    """Judge the cheapest that passed, then at most one more, on documents that nothing has seen."""
+def final_order(passing: list[Candidate], rungs: list[Candidate], proofs: dict[str, Proof]) -> list[Candidate]:
+    """In which order candidates are judged on the kept documents: from gentle to small.
+
+    The second cheapest that passed and the cheapest, then those below it that passed with a warning. Fixed by the search's
+    documents alone, so that going on only after a pass needs no correction (fixed-sequence procedure, Maurer, Hothorn and
+    Lehmacher 1995).
+    """
+    least = min((one.cost for one in passing), default=math.inf)
+    warned = [
+        one for one in rungs if one.cost < least and one.name in proofs and proofs[one.name].status == PASS_STATUS
+    ]
+    return [*reversed(passing[:2]), *sorted(warned, key=lambda one: -one.cost)]
+
+
+def _final(state: State, order: list[Candidate]) -> tuple[Candidate | None, list[Proof], int, str]:
+    """Judge on documents that nothing has seen, candidate after candidate while each passes; the last that did is the answer."""
+    best: Candidate | None = None
     proofs: list[Proof] = []
     exit_code, status = _without_a_pass(state.tried)
-    for one in passing[:FINAL_TRIES]:
+    for one in order:
         state.bench.watcher.say(f"final verdict of {one.name} on {state.bench.split.final} documents kept for it")
         proof, verdict = state.bench.verdict(one.quant)
         proofs.append(proof)
-        exit_code, status = (verdict.exit_code, verdict.status) if verdict else (EXIT_MEASUREMENT, proof.status)
-        if status == "PASS" and exit_code == 0:
-            return one, proofs, exit_code, status
-    return None, proofs, exit_code, status
+        found = (verdict.exit_code, verdict.status) if verdict else (EXIT_MEASUREMENT, proof.status)
+        if found != (0, PASS_STATUS):
+            return (best, proofs, exit_code, status) if best else (None, proofs, *found)
+        best, (exit_code, status) = one, found
+    return best, proofs, exit_code, status
 
 
 def _without_a_pass(tried: Sequence[Tried]) -> tuple[int, str]:
@@ -260,7 +277,8 @@ def _outcome(
     if not final and exit_code == EXIT_MEASUREMENT:
         summary = f"no candidate could be measured; the first: {state.tried[0].proof.summary}"
     if best is not None and size is not None:
-        summary = f"{best.name}: {size / base_size:.1%} of the baseline's weight bytes; {final[-1].summary}"
+        last = [proof for proof in final if proof.status == PASS_STATUS][-1]
+        summary = f"{best.name}: {size / base_size:.1%} of the baseline's weight bytes; {last.summary}"
     kinds = len({unit.kind for unit in state.units})
     cells = (len(state.options) + 1) ** kinds
     return Outcome(

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,17 +17,18 @@ from stub_worker import in_process, plan_command, starts
 
 from evalq import pipeline
 from evalq.cli import search as cli
-from evalq.config import QuantConfig, RunConfig, config_hash
+from evalq.config import GateConfig, QuantConfig, RunConfig, config_hash
 from evalq.errors import ConfigError, MeasurementError
 from evalq.facts.gpus import gpu_facts
 from evalq.facts.options import OPTIONS
 from evalq.records import Estimate, read_record
 from evalq.report.progress import QuietWatcher
-from evalq.search import proof as proof_module
 from evalq.search import run as run_module
 from evalq.search import search
+from evalq.search.candidates import Candidate
 from evalq.search.outcome import Tried, with_front
 from evalq.search.proof import Bench, Proof, split_documents
+from evalq.search.run import _final, final_order
 
 PASS_NAMES = ("PASS", "FAIL")
 
@@ -123,12 +125,61 @@ def test_the_recipe_is_a_scheme_that_composes_to_the_same_candidate(
     assert recipe["method"] == "rtn"
 
 
-def test_a_final_failure_tries_one_more_and_then_stops(simulated: Callable[..., RunConfig], tmp_path: Path) -> None:
+def test_a_final_failure_ends_the_order(simulated: Callable[..., RunConfig], tmp_path: Path) -> None:
     Simulated.final_factor = 50.0
     outcome, _ = search(simulated(), QuietWatcher(), tmp_path / "out")
     assert (outcome.status, outcome.exit_code, outcome.best) == ("FAIL", 1, None)
-    assert len(outcome.final) <= proof_module.FINAL_TRIES
+    assert len(outcome.final) == 1
     assert not (tmp_path / "out" / "found-0.yaml").exists()
+
+
+def named(name: str, cost: float) -> Candidate:
+    return Candidate(name, QuantConfig(name), (), 1, cost, 0.0)
+
+
+def said(status: str, warned: bool = False) -> Proof:
+    return Proof(status, status == "PASS" and not warned, "", None, 30, 1, None, None)
+
+
+def test_last_verdicts_go_from_gentle_to_small_and_warned_ones_come_last() -> None:
+    rungs = [named(f"found-{i}", 10.0 * i) for i in range(6)]
+    proofs = {
+        "found-1": said("PASS", warned=True),
+        "found-2": said("PASS", warned=True),
+        "found-3": said("PASS"),
+        "found-4": said("PASS"),
+        "found-5": said("PASS"),
+        "found-0": said("FAIL"),
+    }
+    order = final_order([rungs[3], rungs[4], rungs[5]], rungs, proofs)
+    assert [one.name for one in order] == ["found-4", "found-3", "found-2", "found-1"]
+    assert [one.name for one in final_order([], rungs, {"found-1": said("PASS", warned=True)})] == ["found-1"]
+    assert final_order([], rungs, {"found-1": said("FAIL")}) == []
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3, 9])
+def test_the_last_that_passed_in_the_order_is_the_answer(fails_at: int) -> None:
+    from evalq.judge.gate import no_verdict
+
+    order = [named(f"found-{i}", i) for i in (4, 3, 2, 1)]
+    asked: list[str] = []
+
+    class Last:
+        split = SimpleNamespace(final=30)
+        watcher = QuietWatcher()
+
+        def verdict(self, quant: QuantConfig) -> Any:
+            asked.append(quant.name)
+            passed = len(asked) != fails_at
+            status, code = ("PASS", 0) if passed else ("INCONCLUSIVE", 3)
+            return said(status), dataclasses.replace(no_verdict(["x"], GateConfig()), status=status, exit_code=code)
+
+    state = SimpleNamespace(bench=Last(), tried=[])
+    found, proofs, code, status = _final(state, order)  # type: ignore[arg-type]
+    names = {1: None, 2: "found-4", 3: "found-3", 9: "found-1"}
+    assert (found.name if found else None) == names[fails_at]
+    assert len(asked) == len(proofs) == min(fails_at, 4)
+    assert (code, status) == ((0, "PASS") if found else (3, "INCONCLUSIVE"))
 
 
 @pytest.mark.parametrize(
