@@ -4,8 +4,9 @@ serve       one server; its load at one concurrency by evalq, and by `vllm bench
             token ids of fixed length) with the same arguments, alternately (A B B A)
 throughput  load=offline on the scoring start by evalq, and `vllm bench throughput` with the same arguments, each in a process
 
-`vllm bench` wants a tokenizer even for token ids: --tokenizer names a folder with one. vLLM 0.26's bench turns the ids into text,
-so a server of random weights, which has no tokenizer, is given that one too; lengths then hold up to how the text is split again.
+`vllm bench` wants a tokenizer even for token ids: --tokenizer names a folder with one. vLLM 0.26's timed_trace turns the ids into
+text, which is split into some 5 % more tokens again, and which a server of random weights refuses; here they stay ids, as in later
+versions.
 """
 
 from __future__ import annotations
@@ -37,6 +38,14 @@ BENCH = """
 import argparse, asyncio, sys
 from vllm.benchmarks import {module} as bench
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.benchmarks.datasets import datasets
+class Ids:
+    "A tokenizer that leaves token ids as they are."
+    def __init__(self, inner): self.inner = inner
+    def __getattr__(self, name): return getattr(self.inner, name)
+    def decode(self, ids, *rest, **more): return list(ids)
+sample = datasets.TimedTrace.sample
+datasets.TimedTrace.sample = lambda self, tokenizer, *rest, **more: sample(self, Ids(tokenizer), *rest, **more)
 parser = FlexibleArgumentParser(); bench.add_cli_args(parser)
 if __name__ == "__main__": bench.main(parser.parse_args(sys.argv[1:]))
 """
@@ -95,10 +104,7 @@ def against_serve(
     """evalq's client and vLLM's command on one server, alternately; every run with fresh prompts and an empty prefix cache."""
     folder.mkdir(parents=True, exist_ok=True)
     load = replace(config.load, repeats=1, concurrencies=config.load.concurrencies[:1], peak_requests=0)
-    engine = config.engine
-    if engine.load_format == "dummy":
-        engine = replace(engine, extra={**engine.extra, "skip_tokenizer_init": False, "tokenizer": tokenizer})
-    config = replace(config, load=load, engine=engine)
+    config = replace(config, load=load)
     slots = load.concurrencies[0]
     count = max(load.requests, load.waves * slots)
     served = Served.start(
