@@ -18,6 +18,7 @@ import io
 import json
 import platform
 import pstats
+import signal
 import statistics
 import sys
 import tempfile
@@ -65,6 +66,7 @@ def main() -> int:
     parser.add_argument("--profile", type=Path, help="write a profile of one scoring run of each set to this file")
     parser.add_argument("--out", type=Path, help="Markdown file; the table is printed all the same")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was measured until then is printed
     bench = Bench(arguments)
     try:
         bench.run()
@@ -102,10 +104,8 @@ class Bench:
     def run(self) -> None:
         for name, requests in self.sets().items():
             self.measure(name, requests)
-        if self.arguments.harness_limit and not self.arguments.synthetic:
-            for name in ("hellaswag", "truthfulqa"):
-                if name in self.arguments.tasks:
-                    self.harness(name)
+            if self.arguments.harness_limit and name in ("hellaswag", "truthfulqa"):
+                self.harness(name)
 
     def sets(self) -> dict[str, list[Any]]:
         """Requests by name, as the tasks make them; each sequence once."""
