@@ -27,7 +27,8 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from evalq.config import GROUPS, RunConfig, check, nearest
+from evalq.config import GROUPS, RunConfig, nearest
+from evalq.config_check import check
 from evalq.errors import ConfigError
 from evalq.facts.confdir import conf_dir, names
 from evalq.facts.gpus import detect

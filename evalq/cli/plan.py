@@ -69,7 +69,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _answers(arguments: argparse.Namespace) -> list[Answer]:
-    from evalq.config import check
+    from evalq.config_check import check
     from evalq.facts.confdir import names
     from evalq.plan.answer import Ask, plan
     from evalq.plan.compose import compose, parse

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evalq.config import GateConfig, check_gate, nearest, parse_share
+from evalq.config import GateConfig, nearest, parse_share
+from evalq.config_check import check_gate
 from evalq.errors import ConfigError
 from evalq.records import Ledger, Load, Scalar
 

@@ -42,7 +42,7 @@ class Layer:
 
     @property
     def weights(self) -> QuantArgs:
-        assert self.scheme.weights is not None  # checked by evalq.config.check
+        assert self.scheme.weights is not None  # checked by evalq.config_check.check
         return self.scheme.weights
 
 

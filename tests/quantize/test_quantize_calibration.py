@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from evalq.config import CalibrationConfig, DataConfig, QuantConfig, RunConfig, check, config_hash, needs_calibration
+from evalq.config import CalibrationConfig, DataConfig, QuantConfig, RunConfig, config_hash, needs_calibration
+from evalq.config_check import check
 from evalq.errors import ConfigError
 from evalq.measure.documents import evaluation_documents, text_of
 from evalq.quantize.calibration import calibration_text

@@ -9,7 +9,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from evalq.config import QuantConfig, RunConfig, check
+from evalq.config import QuantConfig, RunConfig
+from evalq.config_check import check
 from evalq.errors import ConfigError
 from evalq.facts.gpus import CAPABILITIES
 from evalq.quantize.scheme import assign_layers, check_scheme
