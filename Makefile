@@ -32,6 +32,7 @@ $(STAMP): pyproject.toml constraints/cpu.txt constraints/overrides-cpu.txt | $(U
 demo: install
 	@$(BIN)/python -m evalq +model=smollm2-135m +quant=mixed-4-8; code=$$?; \
 	echo "the job's own exit code: $$code (0 pass, 1 quality fail, 3 inconclusive are verdicts)"; \
+	echo "next: . $(BIN)/activate && evalq report runs/records --out reports/first"; \
 	case $$code in 0|1|3) exit 0;; *) exit $$code;; esac
 
 # Files of tests side by side, at most four at once; a real engine takes the cores in turn.

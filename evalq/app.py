@@ -375,6 +375,13 @@ def _in_words(error: BaseException) -> str:
             return f"the config has no key {match[1]!r} in {match[2]}; {nearest(match[1], allowed)}"
         cause = cause.__cause__ or cause.__context__
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    number = re.search(
+        r"Value '(.*)' of type '\w+' could not be converted to (Integer|Float)", f"{text} {error.__cause__}"
+    )
+    if number:
+        given = re.match(r"Error merging override (\S+)", text)
+        wanted = "a whole number, e.g. 16" if number[2] == "Integer" else "a number, e.g. 0.9"
+        return f"{given[1] if given else number[1]} is no number of the kind that belongs there; give {wanted}"
     if isinstance(error, OverrideParseException):
         return f"{error.override} cannot be read; put quotes inside quotes around text: key='\"a, b\"', key='[\"a b\"]'"
     if text.startswith("Ambiguous value"):

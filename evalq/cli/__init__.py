@@ -36,6 +36,12 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "sync": ("evalq.cli.sync", "upload to MLflow what is not there yet"),
 }
+ENGINE_VERBS = ("run", "sweep", "selfcheck", "search", "drift", "review")
+_STOPPED = (
+    "the engine was stopped and no half record was kept. Run the same command again: "
+    "what was already scored is not scored again"
+)
+_PLAIN = "nothing that was stored before is changed; run the same command again"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,11 +61,7 @@ def main(argv: list[str] | None = None) -> int:
             print(json.dumps({"exit_code": error.exit_code, "released": False, "error": str(error), "cells": []}))
         return error.exit_code
     except KeyboardInterrupt:
-        print(
-            "evalq: interrupted; the engine was stopped and no half record was kept. "
-            "Run the same command again: tasks that were already scored are not scored again",
-            file=sys.stderr,
-        )
+        print(f"evalq: interrupted; {_STOPPED if verb in ENGINE_VERBS else _PLAIN}", file=sys.stderr)
         if verb in ("run", "sweep"):
             print(json.dumps({"exit_code": EXIT_INTERRUPTED, "released": False, "error": "interrupted", "cells": []}))
         return EXIT_INTERRUPTED

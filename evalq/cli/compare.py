@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from evalq.cli.locate import find_record, records_root
+from evalq.cli.locate import RECORDS_HELP, find_record, records_root
 from evalq.errors import EXIT_MEASUREMENT, ConfigError, EvalqError, RecordError
 from evalq.judge.compare import Comparison, compare
 from evalq.judge.fidelity import fidelity, token_pairs
@@ -25,10 +25,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("first", metavar="A", help=where)
     made.add_argument("second", metavar="B", help=where + "; differences are B minus A")
     made.add_argument("--allow", metavar="FIELD", action="append", default=[], help="fingerprint field that may differ")
-    made.add_argument("--records", metavar="DIR", help="where record ids are looked up (default: $EVALQ_HOME/records)")
+    made.add_argument(
+        "--records",
+        metavar="DIR",
+        help=RECORDS_HELP,
+    )
     made.add_argument("--tracking-uri", metavar="URI", help="MLflow store of run ids")
     made.add_argument("--confidence", type=float, default=0.95, help="of the intervals, 0.5 to 1 (default: 0.95)")
-    made.add_argument("--format", choices=("text", "json", "markdown"), default="text", help="what is printed")
+    made.add_argument(
+        "--format", choices=("text", "json", "markdown"), default="text", help="what is printed (default: text)"
+    )
     made.add_argument("--fidelity", action="store_true", help="also KL divergence and token agreement (nats, shares)")
     made.add_argument("--keep-floor", action="store_true", help="A and B are one configuration: keep their A/A floor")
     return made

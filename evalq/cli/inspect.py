@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from evalq.cli.locate import find_record, records_root
+from evalq.cli.locate import RECORDS_HELP, find_record, records_root
 from evalq.errors import EXIT_PASS, ConfigError, RecordError
 from evalq.records import VERDICT_FILE, Record, read_verdict
 
@@ -26,8 +26,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--task", help="this task only, e.g. hellaswag")
     made.add_argument("--items", type=int, default=6, metavar="N", help="changed items of each task (default: 6)")
     made.add_argument("--tokens", type=int, default=8, metavar="N", help="worst tokens (default: 8)")
-    made.add_argument("--format", choices=("text", "markdown", "json"), default="text", help="what is printed")
-    made.add_argument("--records", metavar="DIR", help="where record ids are looked up (default: $EVALQ_HOME/records)")
+    made.add_argument(
+        "--format", choices=("text", "markdown", "json"), default="text", help="what is printed (default: text)"
+    )
+    made.add_argument(
+        "--records",
+        metavar="DIR",
+        help=RECORDS_HELP,
+    )
     made.add_argument("--tracking-uri", metavar="URI", help="MLflow store of run ids")
     return made
 

@@ -9,7 +9,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from evalq.cli.locate import find_record, records_root
+from evalq.cli.locate import RECORDS_HELP, find_record, records_root
 from evalq.config import GateConfig
 from evalq.errors import ConfigError, EvalqError, RecordError
 from evalq.judge.expect import unexpected
@@ -48,7 +48,11 @@ def add_arguments(made: argparse.ArgumentParser) -> None:
     )
     made.add_argument("--require-seal", action="store_true", help=f"refuse records that {KEY_VARIABLE} did not seal")
     made.add_argument("--allow", metavar="FIELD", action="append", default=[], help="fingerprint field that may differ")
-    made.add_argument("--records", metavar="DIR", help="where record ids are looked up (default: $EVALQ_HOME/records)")
+    made.add_argument(
+        "--records",
+        metavar="DIR",
+        help=RECORDS_HELP,
+    )
     made.add_argument("--tracking-uri", metavar="URI", help="MLflow store of run ids")
     made.add_argument("--review", metavar="FILE", help="result of evalq review read: what people said, as advice")
 

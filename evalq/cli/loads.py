@@ -14,11 +14,13 @@ from evalq.records import Record, read_record
 def parser() -> argparse.ArgumentParser:
     """What the verb takes."""
     found = argparse.ArgumentParser(
-        prog="python -m evalq loads",
+        prog="evalq loads",
         description="Loads of stored records side by side; the first record is what the others are compared with.",
     )
     found.add_argument("records", nargs="+", type=Path, help="record folders")
-    found.add_argument("--format", choices=("table", "markdown", "json"), default="table")
+    found.add_argument(
+        "--format", choices=("table", "markdown", "json"), default="table", help="what is printed (default: table)"
+    )
     return found
 
 

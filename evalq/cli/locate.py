@@ -14,6 +14,8 @@ from evalq.records import RECORD_FILE, Record, read_record
 
 RUN_ID = re.compile("[0-9a-f]{32}")
 
+RECORDS_HELP = "where record ids are looked up (default: $EVALQ_HOME/records, else runs/records)"
+
 
 def records_root(given: str | None) -> Path:
     """The folder of records: --records, else $EVALQ_HOME/records, else ./runs/records."""

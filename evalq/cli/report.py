@@ -35,7 +35,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--policy", metavar="FILE", default="default", help="policy for records that have no verdict yet")
     made.add_argument("--judge", action="store_true", help="judge all of them anew by --policy, kept verdicts or not")
     made.add_argument(
-        "--records", metavar="DIR", help="where ids and studies are looked up (default: $EVALQ_HOME/records)"
+        "--records",
+        metavar="DIR",
+        help="where ids and studies are looked up (default: $EVALQ_HOME/records, else runs/records)",
     )
     return made
 

@@ -64,7 +64,7 @@ def _read_parser(made: argparse.ArgumentParser) -> None:
         default=DEFAULT_MARGIN,
         help=f"points of coherence that may be lost (default: {DEFAULT_MARGIN})",
     )
-    made.add_argument("--format", choices=("text", "json"), default="text", help="what is printed")
+    made.add_argument("--format", choices=("text", "json"), default="text", help="what is printed (default: text)")
     _common(made)
 
 

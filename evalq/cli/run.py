@@ -146,9 +146,10 @@ def _cells_table(result: SweepResult) -> Any:
                 increase=None,
                 weight_bytes=ledger.weight_bytes if ledger else None,
                 kv_bytes_per_token=ledger.kv_bytes_per_token if ledger else None,
-                output_tokens_per_second=load.output_tokens_per_second if load else None,
+                output_tokens_per_second=load.output_tokens_per_second if load and load.valid else None,
                 verdict=None,
                 failure="the yardstick",
+                speed_invalid=load is not None and not load.valid,
             )
         )
     adjusted = holm_fails([cell.verdict for cell in result.cells])
@@ -177,6 +178,7 @@ def _row(cell: CellResult, p_holm: float | None) -> Any:
         output_tokens_per_second=load.output_tokens_per_second if load and load.valid else None,
         verdict=cell.verdict,
         failure=failure,
+        speed_invalid=load is not None and not load.valid,
         floor=cell.floor,
         p_holm=p_holm,
     )

@@ -12,9 +12,12 @@ def parser() -> argparse.ArgumentParser:
         description="Choose a storage format for every group of layers from what the GPU has kernels for, prove candidates on the "
         "engine with the gate, and give the last verdict on documents that the search never saw. Interrupted, the same "
         "command goes on where it was.",
-        epilog="Exit code: the final verdict's (0 pass, 1 fail, 3 inconclusive); 1 or 3 when no candidate passed, 5 if none could "
-        "be measured. The last line on standard output is one JSON document. Example: evalq search +model=smollm2-135m gpu=h200 "
-        "data=local calibration=articles search.objective=memory",
+        epilog="Settings and their defaults: search.objective=memory (or throughput), search.options=[fp8,int8,int4_g32,int4_g64,"
+        "int4_g128], search.method=rtn (gptq, awq, smoothquant, autoround), search.max_candidates=6 (schemes measured), "
+        "search.final_share=50% (of the perplexity documents, kept for the last verdicts); all of them: docs/search.md. Exit code: "
+        "0 when a candidate passed its last verdict; else that of the first last verdict (1 fail, 3 inconclusive), 1 or 3 when no "
+        "candidate passed the search, 5 if none could be measured. The last line on standard output is one JSON document. "
+        "Example: evalq search +model=smollm2-135m gpu=h200 data=local calibration=articles search.objective=memory",
     )
     result.add_argument(
         "overrides", nargs="+", help="+model=NAME and further settings, as key=value; quant is the search's"

@@ -15,7 +15,8 @@ from evalq.errors import EXIT_INCONCLUSIVE, EXIT_MEASUREMENT, EXIT_PASS, ConfigE
 if TYPE_CHECKING:
     from evalq.sweep.journal import Entry, Plan
 
-EPILOG = """exit codes: 0 every cell of the shown sweeps is done, 3 a sweep is still running, 5 cells are missing or failed."""
+EPILOG = """exit codes: 0 every cell of the shown sweeps is done, 2 there is no such sweep, 3 a sweep is still running,
+5 cells are missing or failed."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -85,7 +86,10 @@ def main(argv: list[str]) -> int:
     root = _root(arguments.root)
     states = read_states(root)
     if not states:
-        raise ConfigError(f"no sweep under {root}; evalq sweep starts one, --root names another store")
+        raise ConfigError(
+            f"no sweep under {root} (a single run is not listed); evalq sweep or python -m evalq -m starts one, "
+            "--root names another store"
+        )
     if arguments.sweep:
         states = [state for state in states if state.plan.sweep.startswith(arguments.sweep)]
         if not states:

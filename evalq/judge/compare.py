@@ -53,6 +53,12 @@ def compare(
         estimates += _estimates(sides, task, confidence, notes)
     only = sorted(set(first.tasks) ^ set(second.tasks))
     notes += [f"task {task} is in one record only" for task in only]
+    notes += [
+        f"load {name} does not stand in the {side} record: {'; '.join(record.loads[name].reasons) or 'no reason kept'}"
+        for side, record in (("first", first), ("second", second))
+        for name in sorted(record.loads)
+        if not record.loads[name].valid
+    ]
     return Comparison(first.record_id, second.record_id, estimates, _figures(first, second), notes)
 
 

@@ -89,8 +89,9 @@ def portions(requests: Sequence[ScoreRequest], most_tokens: int, block: int | No
     """All requests, each in one portion of at most `most_tokens` tokens (or of one longer request).
 
     Depends on the requests alone, never on time, so that the engine's batches are the same in every run. block: tokens of a
-    block of the prefix cache; None = nothing is shared. One context with very many endings would make as many waves: what is
-    beyond MOST_WAVES is not shared.
+    block of the prefix cache; None = nothing is shared. Of a request that shares, only the tokens behind the beginning that it
+    has in common with the one before it count. One context with very many endings would make as many waves: what is beyond
+    MOST_WAVES is not shared.
     """
     groups = [list(range(len(requests)))] if block is None else waves(requests, block)
     shared, alone = (0, groups) if block is None else (MOST_WAVES, groups[MOST_WAVES:])
@@ -98,14 +99,23 @@ def portions(requests: Sequence[ScoreRequest], most_tokens: int, block: int | No
     found = []
     for numbers, share in [*((group, True) for group in groups[:shared]), (rest, False)]:
         tokens = most_tokens  # full: the first request begins a portion
+        before: list[int] = []
         for number in numbers:
-            length = len(requests[number].ids)
+            ids = requests[number].ids
+            length = len(ids) - (common(before, ids) if share else 0)
             if tokens + length > most_tokens:
                 found.append(Portion([], share))
-                tokens = 0
+                tokens, length = 0, len(ids)
             found[-1].numbers.append(number)
-            tokens += length
+            tokens, before = tokens + length, ids
     return found
+
+
+def common(first: list[int], second: list[int]) -> int:
+    """How many ids two sequences begin with alike."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
 
 
 def waves(requests: Sequence[ScoreRequest], block: int) -> list[list[int]]:

@@ -311,9 +311,13 @@ def _measure_on(
     for group, (tasks, limit) in groups.items():
         assert isinstance(engine, Engine)
         with events.timed(f"score {group}", f"scoring {group}"):
-            result = _read_done(work, group, spec.reuse_key) or _score_group(
-                engine, config, group, tasks, limit, work, spec.reuse_key, events, divergence
-            )
+            result = _read_done(work, group, spec.reuse_key)
+            if result is not None:
+                label = f"{group} was scored before the interruption"
+                events.send("stage", stage=events.stage, label=label)
+                events.send("scored", group=group, metrics={name: task.metrics for name, task in result[0].items()})
+            else:
+                result = _score_group(engine, config, group, tasks, limit, work, spec.reuse_key, events, divergence)
         scored.update(result[0])
         identity.update(result[1])
         tables.append(result[2])
@@ -424,6 +428,9 @@ def _score_group(
     from evalq.measure.texts import kept_texts
 
     saved = SavedScores(work / PARTIAL_FOLDER / group, reuse_key)
+    if len(saved):
+        label = f"scoring {group}, {len(saved)} sequences of which are there from before the interruption"
+        events.send("stage", stage=events.stage, label=label)
     lm = EngineLM(
         engine,
         config.model.bos,

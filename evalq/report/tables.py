@@ -22,11 +22,12 @@ class SweepRow:
     increase: Estimate | None
     weight_bytes: int | None
     kv_bytes_per_token: int | None
-    output_tokens_per_second: float | None
+    output_tokens_per_second: float | None  # of a valid load
     verdict: Verdict | None
     failure: str = ""  # why there is no verdict
     floor: Estimate | None = None  # A/A floor of this engine
     p_holm: float | None = None  # p of the FAIL after Holm's step-down over the sweep
+    speed_invalid: bool = False  # there is a rate, and it does not stand
 
 
 def verdict_table(verdict: Verdict) -> RenderableType:
@@ -53,7 +54,7 @@ def sweep_table(rows: Sequence[SweepRow]) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="evalq sweep", title_justify="left", caption=holm_sentence(rows), caption_justify="left")
+    table = Table(title="evalq: cells", title_justify="left", caption=holm_sentence(rows), caption_justify="left")
     table.add_column("scheme")
     for name in ("perplexity increase [95 %]", "weights", "KV per token", "tokens/s"):
         table.add_column(name, justify="right")
@@ -61,7 +62,8 @@ def sweep_table(rows: Sequence[SweepRow]) -> RenderableType:
     for row in rows:
         style = COLOURS[row.verdict.status] if row.verdict else "red" if row.failure.startswith("failed") else "dim"
         word = verdict_word(row.verdict) if row.verdict else row.failure or "no verdict"
-        rate = ABSENT if row.output_tokens_per_second is None else f"{row.output_tokens_per_second:,.1f}"
+        missing = "INVALID" if row.speed_invalid else ABSENT
+        rate = missing if row.output_tokens_per_second is None else f"{row.output_tokens_per_second:,.1f}"
         memory = (size(row.weight_bytes), size(row.kv_bytes_per_token))
         table.add_row(row.quant, _increase(row), *memory, rate, Text(word, style=style))
     return table

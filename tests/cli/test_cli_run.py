@@ -113,7 +113,7 @@ def test_sweep_prints_one_table_names_the_failed_and_ends_with_the_worst(call: A
     )  # fmt: skip
     assert code == 5
     assert starts(tmp_path / "stub") == ["baseline", "fp8-kv", "int8-w8a8", "w4a16"]
-    assert out.count("evalq sweep") == 1
+    assert out.count("evalq: cells") == 1
     assert "smollm2-135m fp8-kv: the engine's process was killed by signal 9" in out
     assert "smollm2-135m int8-w8a8: out of memory" in out
     assert out.count("Traceback (most recent call last)") == 2

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evalq.measure.scores import Call, Portion, ScoreRequest, portions, waves
+from evalq.measure.scores import Call, Portion, ScoreRequest, common, portions, waves
 
 PREAMBLE = list(range(100, 108))
 
@@ -67,6 +69,14 @@ def test_portions_are_cut_by_tokens_and_a_longer_request_has_its_own() -> None:
     ]
 
 
+def test_a_beginning_in_common_counts_once_where_it_is_shared() -> None:
+    """Blocks of 4; a preamble of 8 and endings of 3 tokens: 11 + 3 + 3 fit into 17."""
+    requests = [ScoreRequest([*PREAMBLE, i, 1, 2], 9) for i in range(4)]
+    assert [portion.numbers for portion in portions(requests, 17, 4)] == [[0, 1, 2], [3]]
+    assert [portion.numbers for portion in portions(requests, 17, None)] == [[0], [1], [2], [3]]
+    assert (common([1, 2, 3], [1, 2, 4]), common([1], [1, 2]), common([], [1])) == (2, 1, 0)
+
+
 def test_no_requests_no_portions() -> None:
     assert portions([], 10, None) == portions([], 10, 4) == []
 
@@ -83,5 +93,9 @@ def test_every_request_is_in_one_portion_of_bounded_size(rows: list[list[int]], 
     for portion in found:
         assert portion.numbers
         assert portion.numbers == sorted(portion.numbers)
-        assert len(portion.numbers) == 1 or sum(len(requests[i].ids) for i in portion.numbers) <= most
+        lengths = [len(requests[i].ids) for i in portion.numbers]
+        alike = (
+            [common(requests[i].ids, requests[j].ids) for i, j in pairwise(portion.numbers)] if portion.share else []
+        )
+        assert len(lengths) == 1 or sum(lengths) - sum(alike) <= most
         assert not portion.share or block is not None
