@@ -532,9 +532,37 @@ def tokenizer_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def _making(cell: Prepared) -> dict[str, str]:
+    """What decides the bytes of the checkpoint beside config and source. Errors: as evalq.quantize.calibration.calibration_text."""
+    quant = cell.config.quant
+    if quant.origin != "evalq" or is_dummy(cell):
+        return {}
+    from evalq.quantize import QUANTIZER_VERSION, has_computed_scales
+
+    found = {"quantizer": QUANTIZER_VERSION}
+    if needs_calibration(quant):
+        from evalq.quantize.calibrated import CALIBRATOR_VERSION
+        from evalq.quantize.calibration import calibration_text
+        from evalq.quantize.hashing import text_sha256
+        from evalq.quantize.isolated import constraints_file
+
+        found["text"] = calibration_text(cell.config.calibration, cell.config.data).sha256
+        found["calibrator"] = CALIBRATOR_VERSION
+        found["constraints"] = text_sha256(constraints_file().read_text(encoding="utf-8"))
+    if has_computed_scales(quant):
+        from evalq.quantize.kvscales import KV_SCALES_VERSION, scales_text_hash
+
+        found |= {"kv_scales": KV_SCALES_VERSION, "kv_text": scales_text_hash()}
+    return found
+
+
 def reuse_key(cell: Prepared, identity: dict[str, Scalar]) -> str:
-    """Equal key = the same measurement: config, weights, data, device, and versions of engine, harness and scoring."""
+    """Equal key = the same measurement: config, weights, data, device, and versions of engine, harness and scoring.
+
+    Of a checkpoint that evalq makes also what decides its bytes, the content of a calibration text included.
+    """
     parts = {
+        "made": _making(cell),
         "config": config_hash(cell.config),
         "identity": identity,
         "data": {task: [source.label, source.identity] for task, source in cell.sources.items()},

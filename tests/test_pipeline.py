@@ -209,3 +209,28 @@ def test_second_of_two_waiting_baselines_uses_the_first_ones_record(
     assert (first.reused, second.reused) == (False, True)
     assert second.folder == first.folder
     assert starts(tmp_path / "stub") == ["baseline"]
+
+
+def test_another_calibration_text_under_the_same_name_is_another_measurement(
+    cell_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint has other bytes, so no stored record and no kept scores are its own."""
+    text = tmp_path / "mine.jsonl"
+    text.write_text('{"page": "one text"}\n', encoding="utf-8")
+    given = ("calibration.source=local", f"calibration.file={text}", "calibration.columns=[page]")
+    cell = pipeline.prepare(cell_config("fp8-static", "data=embedded", *given))
+
+    def key(cell: pipeline.Prepared) -> str:
+        return pipeline.reuse_key(cell, {"model_id": "x"})
+
+    before = key(cell)
+    assert key(cell) == before
+    text.write_text('{"page": "another text"}\n', encoding="utf-8")
+    after = key(cell)
+    assert after != before
+    monkeypatch.setattr("evalq.quantize.calibrated.CALIBRATOR_VERSION", "next")
+    assert key(cell) not in (before, after)
+    plain = pipeline.prepare(cell_config("w4a16"))
+    plainly = key(plain)
+    monkeypatch.setattr("evalq.quantize.QUANTIZER_VERSION", "next")
+    assert key(plain) != plainly

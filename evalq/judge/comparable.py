@@ -90,7 +90,12 @@ def unfinished(record: Record, side: str) -> list[str]:
     elif record.failure is None:  # two records that both keep silent about their weights are not equal
         silent = [name for name in IDENTITY if not record.fingerprint.get(name)]
         problems += [f"the fingerprint of the {side} does not say {', '.join(silent)}"] if silent else []
-    if "dummy" in (record.fingerprint.get("load_format"), record.engine_settings.get("load_format")):
+    said = (
+        record.fingerprint.get("load_format"),
+        record.engine_settings.get("load_format"),
+        record.fingerprint.get("weights_hash"),
+    )
+    if any(str(value).lower() == "dummy" for value in said):
         problems.append(f"the {side} ran on random weights (load_format=dummy), which measure speed and memory only")
     return problems
 

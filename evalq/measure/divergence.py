@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,8 +27,11 @@ from evalq.measure.hidden import (
     sequence_key,
     write_layout,
 )
+from evalq.measure.saved import SavedScores
 from evalq.measure.scores import HiddenUse, ScoreRequest
-from evalq.records import sync_folder
+from evalq.records import sync_folder, write_text
+
+MARK_FILE = "scores"  # in an unfinished store: the mark of the kept scores that belong to it
 
 
 @dataclass
@@ -43,15 +47,22 @@ class ExactDivergence:
     _use: HiddenUse | None = field(default=None, repr=False)
     _heads: list[str] = field(default_factory=list, repr=False)
 
-    def begin(self, engine: Engine, requests: Sequence[ScoreRequest]) -> HiddenUse | None:
-        """Open the store for the sequences about to be scored; None, with a note, where exact divergence cannot be had."""
+    def begin(
+        self, engine: Engine, requests: Sequence[ScoreRequest], saved: SavedScores | None = None
+    ) -> HiddenUse | None:
+        """Open the store for the sequences about to be scored; None, with a note, where exact divergence cannot be had.
+
+        saved: scores kept by an interrupted run. They are given up when the hidden states that belong to them are not there.
+        """
         if engine.scorer != "hook":
             self.note = f"no exact divergence: {engine.scorer_note or 'it needs tasks.scorer=hook'}"
             return None
-        self._use = self._begin_comparing(engine, requests) if self.compare else self._begin_keeping(engine, requests)
+        self._use = (
+            self._begin_comparing(engine, requests) if self.compare else self._begin_keeping(engine, requests, saved)
+        )
         return self._use
 
-    def _begin_keeping(self, engine: Engine, requests: Sequence[ScoreRequest]) -> HiddenUse:
+    def _begin_keeping(self, engine: Engine, requests: Sequence[ScoreRequest], saved: SavedScores | None) -> HiddenUse:
         keys = [sequence_key(request.ids, request.first) for request in requests]
         scored = [len(request.ids) - request.first for request in requests]
         dtype = str(engine.settings()["dtype"])
@@ -60,6 +71,9 @@ class ExactDivergence:
         part = self.folder.with_name(self.folder.name + ".part")
         part.mkdir(parents=True, exist_ok=True)
         _check_room(part, layout)
+        if saved is not None and not (saved.mark and saved.mark == _mark_of(part, layout)):
+            saved.restart(secrets.token_hex(16))
+            write_text(part / MARK_FILE, saved.mark)
         open_rows(part, layout, writable=True)  # reserves the room, before the workers open it
         use = HiddenUse(part, layout, compare=False)
         self._heads = engine.keep_hidden(use)
@@ -93,6 +107,15 @@ class ExactDivergence:
         shutil.rmtree(self.folder, ignore_errors=True)
         os.replace(use.folder, self.folder)
         sync_folder(self.folder.parent)
+
+
+def _mark_of(part: Path, layout: Layout) -> str:
+    """Which kept scores an unfinished store belongs to; empty when it is not there or not of this size."""
+    try:
+        whole = (part / ROWS_FILE).stat().st_size == layout.bytes
+        return (part / MARK_FILE).read_text(encoding="utf-8") if whole else ""
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def announcement(layout: Layout, scored: int) -> str:

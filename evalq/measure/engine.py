@@ -175,6 +175,11 @@ class Engine:
             return self.score(requests[::-1], topk, share_prefixes, progress, False, hidden, saved)[::-1]
         named = hidden is not None or saved is not None
         keys = [sequence_key(request.ids, request.first) for request in requests] if named else []
+        once = dict(zip(keys, requests, strict=False))
+        if len(once) < len(keys):  # kept by key: each sequence has one result, resumed or not
+            single = self.score([*once.values()], topk, share_prefixes, progress, False, hidden, saved)
+            by_key = dict(zip(once, single, strict=True))
+            return [by_key[key] for key in keys]
         call = Call(topk, keys, hidden, saved)
         results: list[ScoreResult | None] = [None] * len(requests)
         done = 0

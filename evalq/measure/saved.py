@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import os
 import shutil
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from evalq.records import sync_folder
+from evalq.records import sync_folder, write_text
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
 OWNER_FILE = "reuse_key"
+MARK_FILE = "mark"
 
 
 class SavedScores:
@@ -45,7 +45,7 @@ class SavedScores:
             try:
                 with np.load(file, allow_pickle=False) as content:
                     self._add({name: content[name] for name in content.files})
-            except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+            except Exception:  # whatever a damaged archive makes of itself
                 file.unlink(missing_ok=True)  # its sequences are computed again
 
     def _add(self, content: Arrays) -> None:
@@ -61,6 +61,20 @@ class SavedScores:
         """Arrays of one finished sequence, in order of position; None when it must be computed."""
         return self._found.get(key)
 
+    @property
+    def mark(self) -> str:
+        """What `restart` was given last; empty when it never was."""
+        try:
+            return (self.folder / MARK_FILE).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            return ""
+
+    def restart(self, mark: str) -> None:
+        """Give up what was kept and begin anew under a mark, by which something kept elsewhere knows these scores."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._found, self._number = {}, 0
+        write_text(self.folder / MARK_FILE, mark)
+
     def keep(self, finished: dict[str, Arrays]) -> None:
         """Write finished sequences; equal array names and kinds in all of them."""
         if not finished:
@@ -72,7 +86,7 @@ class SavedScores:
         self.folder.mkdir(parents=True, exist_ok=True)
         owner = self.folder / OWNER_FILE
         if not owner.exists():
-            owner.write_text(self._reuse_key, encoding="utf-8")
+            write_text(owner, self._reuse_key)
         target = self.folder / f"{self._number:06d}.npz"
         temporary = target.with_suffix(".tmp")
         with open(temporary, "wb") as file:

@@ -129,14 +129,25 @@ def waves(requests: Sequence[ScoreRequest], block: int) -> list[list[int]]:
     for i, request in enumerate(requests):
         end = -(-request.first // block) * block  # where the first block ends that holds a scored token
         number = 0
-        if end < len(request.ids):  # the engine always computes the last token
-            key = tuple(request.ids[:end])
+        key = tuple(request.ids[:end])
+        if end < len(request.ids):
             number = seen.get(key, 0)
             seen[key] = number + 1
+        elif end == len(
+            request.ids
+        ):  # its last token is always computed; but it fills the block, which nobody may read then
+            seen[key] = max(1, seen.get(key, 0))
         if number == len(found):
             found.append([])
         found[number].append(i)
     return found
+
+
+NO_ROWS: Arrays = {
+    "logprob": np.zeros(0, np.float32),
+    "top1_id": np.zeros(0, np.int32),
+    "top1_logprob": np.zeros(0, np.float32),
+}
 
 
 class Rows:
@@ -152,7 +163,7 @@ class Rows:
     def split(self, requests: Sequence[ScoreRequest], wanted: Sequence[int]) -> dict[int, ScoreResult | None]:
         """Results of the wanted requests by number; None where rows are missing."""
         if not self._parts or not wanted:
-            return dict.fromkeys(wanted)
+            return {i: from_arrays(NO_ROWS) if requests[i].first == len(requests[i].ids) else None for i in wanted}
         if len(self._parts) > 1:
             self._parts = [{name: np.concatenate([part[name] for part in self._parts]) for name in self._parts[0]}]
         return split_scores(self._parts[0], requests, wanted)

@@ -153,7 +153,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
 
     def _score_windows(self, windows: list[ScoreRequest]) -> list[ScoreResult]:
         exact = self.divergence
-        use = exact.begin(self.engine, windows) if exact is not None else None
+        use = exact.begin(self.engine, windows, self.saved) if exact is not None else None
         results: list[ScoreResult] = self.engine.score(
             windows, self.topk, False, self.progress, self.reverse, use, self.saved
         )

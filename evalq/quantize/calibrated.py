@@ -27,7 +27,7 @@ from evalq.quantize.store import Progress, locked, new_folder
 from evalq.quantize.tensors import CONFIG_FILE, checkpoint_tensors
 from evalq.records import Calibration, from_mapping, write_text
 
-CALIBRATOR_VERSION = "1"  # raise it when the same recipe and text would give other bytes
+CALIBRATOR_VERSION = "2"  # raise it when the same recipe and text would give other bytes
 PROGRAM = Path(__file__).with_name("compressor.py")
 KV_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 OFFLINE = {

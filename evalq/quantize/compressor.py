@@ -227,10 +227,14 @@ def store_as(folder: Path, dtype: str, tied: bool) -> None:
     from safetensors.torch import save_file
 
     target = getattr(torch, SIXTEEN_BIT[dtype])
-    for file in sorted(folder.glob("*.safetensors")):
+    files = sorted(folder.glob("*.safetensors"))
+    packed = set()
+    for file in files:  # all of them first: a layer's tensors may lie in two
+        with safe_open(str(file), framework="pt") as opened:
+            packed |= {name.removesuffix("_packed") for name in opened.keys() if name.endswith("weight_packed")}  # noqa: SIM118
+    for file in files:
         with safe_open(str(file), framework="pt") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
-        packed = {name.removesuffix("_packed") for name in tensors if name.endswith("weight_packed")}
         changed = {
             name: tensor.to(torch.float32 if _is_float32(name, packed) else target)
             if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -239,6 +243,10 @@ def store_as(folder: Path, dtype: str, tied: bool) -> None:
             if not (tied and name == "lm_head.weight")
         }
         save_file(changed, str(file), metadata={"format": "pt"})
+    for index in folder.glob("*.index.json"):
+        listed = json.loads(index.read_text(encoding="utf-8"))
+        if tied and listed.get("weight_map", {}).pop("lm_head.weight", None):
+            index.write_text(json.dumps(listed, indent=2), encoding="utf-8")
     config_file = folder / "config.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))
     for key in ("dtype", "torch_dtype"):
@@ -252,7 +260,7 @@ def store_as(folder: Path, dtype: str, tied: bool) -> None:
 
 def _is_float32(name: str, packed: set[str]) -> bool:
     """Whether a tensor is a scale that engines read as float32; those of packed weights have the model's own dtype."""
-    if not name.endswith("_scale"):
+    if not name.endswith((".weight_scale", ".input_scale", ".k_scale", ".v_scale")):
         return False
     return name.removesuffix("_scale") not in packed
 

@@ -42,7 +42,7 @@ def add_kv_scales(folder: Path, source: Path, out_root: Path, progress: Progress
 
     Errors: MeasurementError(checkpoint) when the model cannot be measured, (disk) when there is no room.
     """
-    key = text_sha256(json.dumps([weights_hash(folder), weights_hash(source), _text_hash(), KV_SCALES_VERSION]))
+    key = text_sha256(json.dumps([weights_hash(folder), weights_hash(source), scales_text_hash(), KV_SCALES_VERSION]))
     target = out_root / key[:20]
     if _whole(target, key):
         return target
@@ -54,7 +54,8 @@ def add_kv_scales(folder: Path, source: Path, out_root: Path, progress: Progress
         return write_kv_scales(folder, measured_scales(source), target, key)
 
 
-def _text_hash() -> str:
+def scales_text_hash() -> str:
+    """Of the text, and how it is cut, over which KV scales are measured."""
     return text_sha256(json.dumps([calibration_text(), WINDOW]))
 
 
@@ -176,9 +177,14 @@ def _report(folder: Path, scales: dict[str, Any], names: list[str]) -> dict[str,
     file = folder / REPORT_FILE
     own = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"groups": {}, "layers": {}}
     layers = {name: {"k_scale": k, "v_scale": v} for name, k, v in zip(names, scales["k"], scales["v"], strict=True)}
-    measured = {"version": KV_SCALES_VERSION, "text_hash": _text_hash(), "tokens": scales["tokens"], "layers": layers}
+    measured = {
+        "version": KV_SCALES_VERSION,
+        "text_hash": scales_text_hash(),
+        "tokens": scales["tokens"],
+        "layers": layers,
+    }
     return {
         **own,
-        "recipe_hash": text_sha256(json.dumps([own.get("recipe_hash"), _text_hash()])),
+        "recipe_hash": text_sha256(json.dumps([own.get("recipe_hash"), scales_text_hash()])),
         "kv_scales": measured,
     }

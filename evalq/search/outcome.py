@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -92,6 +93,16 @@ def _tied(one: Tried, other: Tried) -> bool:
     if first is None or second is None or None in (first.low, first.high, second.low, second.high):
         return False
     return bool(first.low <= second.high and second.low <= first.high)  # type: ignore[operator]
+
+
+def remove_outcome(folder: Path) -> None:
+    """Take away what an earlier search left, recipe included: its answer must not stand when this one has another, or none."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        best = json.loads((folder / "search.json").read_text(encoding="utf-8")).get("best")
+        if best and Path(str(best)).name == best:
+            (folder / f"{best}.yaml").unlink(missing_ok=True)
+    for file in (folder / "search.json", folder / "search.md", *folder.glob("heat-*.svg")):
+        file.unlink(missing_ok=True)
 
 
 def write_outcome(

@@ -10,6 +10,7 @@ from pathlib import Path
 from evalq.config import QuantConfig, RunConfig, parse_share
 from evalq.errors import ConfigError, EvalqError, InfeasibleError, MeasurementError
 from evalq.measure import data
+from evalq.measure.documents import text_of
 from evalq.measure.launch import WORKER
 from evalq.pipeline import Measured, as_baseline, baseline_scheme, judge_cell, measure, prepare
 from evalq.records import Estimate, Verdict
@@ -47,7 +48,8 @@ def split_documents(config: RunConfig) -> Split:
         raise ConfigError("evalq search decides by perplexity; set tasks.perplexity=true")
     if source.file is None:
         raise ConfigError("evalq search divides the documents of a file; use data=embedded or data=local")
-    rows = len(data.read_rows(source)) - config.tasks.perplexity_from
+    texts = [str(row.get("page") or text_of(row)) for row in data.read_rows(source)][config.tasks.perplexity_from :]
+    rows = len(texts)
     count = min(rows, config.tasks.perplexity_limit or rows)
     final = round(count * parse_share(config.search.final_share, "search.final_share"))
     search, least = count - final, config.gate.min_documents
@@ -55,6 +57,12 @@ def split_documents(config: RunConfig) -> Split:
         raise ConfigError(
             f"{count} documents give {search} to the search and {final} to the final verdict, and the gate wants {least} of "
             "each; raise tasks.perplexity_limit, change search.final_share, or lower gate.min_documents"
+        )
+    doubled = sum(text in set(texts[:search]) for text in texts[search:count])
+    if doubled:
+        raise ConfigError(
+            f"{doubled} of the {final} documents kept for the last verdict are the same text as one of the search's; take doubled "
+            f"documents out of {source.label}, so that the last verdict is on text that the search has not scored"
         )
     looks = list(config.search.looks) or [max(least, search // 3), max(least, 2 * search // 3), search]
     if looks[-1] != search or (sorted(set(looks)) != looks and config.search.looks):

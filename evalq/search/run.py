@@ -34,7 +34,7 @@ from evalq.search.candidates import (
     unit_bytes,
     unit_seconds,
 )
-from evalq.search.outcome import Outcome, Tried, with_front, write_outcome
+from evalq.search.outcome import Outcome, Tried, remove_outcome, with_front, write_outcome
 from evalq.search.proof import Bench, Proof, split_documents
 
 PASS_STATUS = "PASS"
@@ -87,6 +87,8 @@ def search(
     Errors: EvalqError before anything is proved; a candidate that cannot run is one that did not pass.
     """
     state = _prepare(config, watcher, command)
+    folder = out or state.cell.places.root / "search" / f"{config.model.name}-{config.search.objective}"
+    remove_outcome(folder)
     uniforms = [uniform(state.units, o, state.table, state.base, config.model.dtype) for o in state.options]
     smallest_uniform = _prove_uniforms(state, uniforms) if config.search.uniform else None
     rungs = _rungs(state, smallest_uniform)
@@ -94,7 +96,6 @@ def search(
     passing = _with_kv(state, passing)
     best, final, exit_code, status = _final(state, final_order(passing, rungs, state.proofs))
     outcome = _outcome(state, best, final, exit_code, status, smallest_uniform)
-    folder = out or state.cell.places.root / "search" / f"{config.model.name}-{config.search.objective}"
     write_outcome(folder, outcome, best.quant if best else None, state.units, state.damages)
     return outcome, folder
 

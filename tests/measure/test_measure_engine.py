@@ -250,6 +250,25 @@ def test_a_portion_that_is_not_whole_on_disk_is_computed_whole(tmp_path: Path, m
     assert llm.llm_engine.added == len(REQUESTS)
 
 
+def test_a_sequence_asked_for_twice_is_scored_once_where_scores_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = Llm(Core())
+    engine = engine_on(llm, monkeypatch)
+    engine.portion_tokens = 4
+    doubled = [*REQUESTS, REQUESTS[0]]
+    results = engine.score(doubled, saved=SavedScores(tmp_path / "partial", "key"))
+    assert [r.logprobs.tolist() for r in results] == [*EXPECTED, EXPECTED[0]]
+    assert llm.llm_engine.added == len(REQUESTS)
+
+
+def test_a_request_with_nothing_to_score_has_no_scores_alone_in_its_portion(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_on(Llm(Core()), monkeypatch)
+    engine.portion_tokens = 3
+    results = engine.score([ScoreRequest([5, 6, 7], 3), REQUESTS[0]])
+    assert [r.logprobs.tolist() for r in results] == [[], EXPECTED[0]]
+
+
 def test_no_requests_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine_on(Llm(Core()), monkeypatch).score([]) == []
 

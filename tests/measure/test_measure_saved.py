@@ -55,3 +55,28 @@ def test_cleared_when_the_group_is_done(tmp_path: Path) -> None:
     saved.keep({"a": rows(1)})
     saved.clear()
     assert not (tmp_path / "p").exists()
+
+
+@given(st.integers(0, 600), st.integers(0, 255))
+@settings(max_examples=60, deadline=None)
+def test_a_damaged_file_never_stops_a_resume(tmp_path_factory: object, at: int, byte: int) -> None:
+    folder = tmp_path_factory.mktemp("saved")  # type: ignore[attr-defined]
+    SavedScores(folder, "key").keep({"a": rows(3)})
+    file = next(folder.glob("*.npz"))
+    content = bytearray(file.read_bytes())
+    content[at % len(content)] = byte
+    file.write_bytes(bytes(content))
+    again = SavedScores(folder, "key")
+    again.keep({"b": rows(2)})
+    assert SavedScores(folder, "key").get("b") is not None
+
+
+def test_restarted_scores_are_gone_and_known_by_their_mark(tmp_path: Path) -> None:
+    saved = SavedScores(tmp_path / "p", "key")
+    assert saved.mark == ""
+    saved.keep({"a": rows(3)})
+    saved.restart("m")
+    assert (len(saved), saved.mark) == (0, "m")
+    saved.keep({"b": rows(1)})
+    again = SavedScores(tmp_path / "p", "key")
+    assert (len(again), again.mark, again.get("a")) == (1, "m", None)

@@ -25,6 +25,13 @@ def test_the_last_token_is_always_computed() -> None:
     assert waves(requests, 4) == [[0, 1]]
 
 
+def test_a_sequence_that_ends_with_the_block_fills_it_and_nobody_may_read_it_then() -> None:
+    """Blocks of 3: [0, 0, 0] is filled by a sequence that is no longer, and the longer one would find its scored part there."""
+    short, long = ScoreRequest([0, 0, 0], 1), ScoreRequest([0, 0, 0, 0], 1)
+    assert waves([short, long], 3) == [[0], [1]]
+    assert waves([long, short, short], 3) == [[0, 1, 2]]
+
+
 def test_a_context_that_ends_with_a_block_is_not_found_whole() -> None:
     """Its last row predicts the first scored token; one token later in the block, and the context is shared."""
     requests = [ScoreRequest([*PREAMBLE, ending, 5, 5, 5, 5], 8) for ending in (1, 2, 3)]

@@ -184,7 +184,7 @@ def test_scales_that_kernels_read_as_float32_are_stored_so_whatever_was_calculat
             "a.weight": torch.ones(2, 4, dtype=torch.int8),
             "a.weight_scale": scale,
             "b.weight_packed": torch.ones(2, 1, dtype=torch.int32),
-            "b.weight_scale": scale,
+            "b.weight_scale": scale.clone(),
             "norm.weight": torch.ones(4, dtype=calculated),
         }
         save_file(tensors, str(folder / "model.safetensors"))
@@ -199,3 +199,26 @@ def test_scales_that_kernels_read_as_float32_are_stored_so_whatever_was_calculat
             "norm.weight": torch.bfloat16,
         }
         assert found["a.weight_scale"].tolist() == [[0.5], [0.25]]
+
+
+def test_a_layer_whose_tensors_lie_in_two_files_is_known_as_packed_in_both(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from evalq.quantize.compressor import store_as
+
+    save_file({"x.weight_packed": torch.ones(2, 1, dtype=torch.int32)}, str(tmp_path / "model-1.safetensors"))
+    second = {"x.weight_scale": torch.ones(2, 1, dtype=torch.bfloat16), "layer_scale": torch.ones(2, dtype=torch.bfloat16),
+              "lm_head.weight": torch.ones(2, 2, dtype=torch.bfloat16)}  # fmt: skip
+    save_file(second, str(tmp_path / "model-2.safetensors"))
+    where = {"x.weight_packed": "model-1.safetensors", **dict.fromkeys(second, "model-2.safetensors")}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": where}), encoding="utf-8")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    store_as(tmp_path, "bfloat16", tied=True)
+    found = load_file(str(tmp_path / "model-2.safetensors"))
+    assert {name: tensor.dtype for name, tensor in found.items()} == {
+        "x.weight_scale": torch.bfloat16,
+        "layer_scale": torch.bfloat16,
+    }
+    assert "lm_head.weight" not in json.loads(index.read_text())["weight_map"]

@@ -289,3 +289,32 @@ def test_the_command_line_prints_one_document(
     last = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert last["status"] == "PASS"
     assert Path(last["recipe"]).is_file()
+
+
+def test_an_answer_of_an_earlier_search_does_not_stand_when_this_one_ends_otherwise(
+    simulated: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, folder = search(simulated(), QuietWatcher(), tmp_path / "out")
+    assert first.best is not None
+    assert (folder / f"{first.best}.yaml").is_file()
+    Simulated.final_factor = 50.0
+    second, _ = search(simulated(), QuietWatcher(), tmp_path / "out")
+    assert second.best is None
+    assert not (folder / f"{first.best}.yaml").exists()
+    assert "**FAIL**" in (folder / "search.md").read_text()
+
+    def dies(self: Any, quant: QuantConfig) -> Proof:
+        raise MeasurementError("the disk is full", "disk")
+
+    monkeypatch.setattr(Simulated, "prove", dies)
+    with pytest.raises(MeasurementError):
+        search(simulated(), QuietWatcher(), tmp_path / "out")
+    assert not (folder / "search.md").exists()
+
+
+def test_a_text_on_both_sides_of_the_split_is_refused(cell_config: Any, tmp_path: Path) -> None:
+    texts = [f"{i} " + "word " * 50 for i in range(33)]
+    file = tmp_path / "doubled.jsonl"
+    file.write_text("".join(json.dumps({"page": text}) + "\n" for text in texts * 2), encoding="utf-8")
+    with pytest.raises(ConfigError, match="33 of the 33 documents kept for the last verdict are the same text"):
+        split_documents(cell_config("baseline", "data=embedded", f"data.perplexity_file={file}"))
