@@ -18,14 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from evalq.config import RunConfig
+from evalq.config import EngineConfig, RunConfig
 from evalq.errors import MeasurementError, MissingExtraError
 from evalq.measure.engine_settings import settings_of
 from evalq.measure.failures import classify
 from evalq.measure.hidden import sequence_key
 from evalq.measure.saved import SavedScores
 from evalq.measure.scores import (
-    DEFAULT_PORTION_TOKENS,
     Call,
     HiddenUse,
     Rows,
@@ -125,7 +124,7 @@ class Engine:
         self.start_seconds = start_seconds
         self.start_kind = "unknown"
         self.tokenizer = None if llm.llm_engine.vllm_config.model_config.skip_tokenizer_init else llm.get_tokenizer()
-        self.portion_tokens = DEFAULT_PORTION_TOKENS
+        self.portion_tokens = EngineConfig.portion_tokens
         self.steps = 0
         self._counter = 0
         self._step_tokens: int | None = None  # see paced

@@ -13,7 +13,6 @@ from evalq.measure.hidden import Layout
 from evalq.measure.saved import SavedScores
 
 Arrays = dict[str, np.ndarray]
-DEFAULT_PORTION_TOKENS = 1_048_576  # as engine.portion_tokens
 MOST_WAVES = 32  # of requests that share prefixes; the rest is scored without sharing
 
 
@@ -133,9 +132,8 @@ def waves(requests: Sequence[ScoreRequest], block: int) -> list[list[int]]:
         if end < len(request.ids):
             number = seen.get(key, 0)
             seen[key] = number + 1
-        elif end == len(
-            request.ids
-        ):  # its last token is always computed; but it fills the block, which nobody may read then
+        elif end == len(request.ids):
+            # Its last token is always computed; but it fills the block, which nobody may read then.
             seen[key] = max(1, seen.get(key, 0))
         if number == len(found):
             found.append([])

@@ -311,13 +311,9 @@ def _measure_on(
     for group, (tasks, limit) in groups.items():
         assert isinstance(engine, Engine)
         with events.timed(f"score {group}", f"scoring {group}"):
-            result = _read_done(work, group, spec.reuse_key)
-            if result is not None:
-                label = f"{group} was scored before the interruption"
-                events.send("stage", stage=events.stage, label=label)
-                events.send("scored", group=group, metrics={name: task.metrics for name, task in result[0].items()})
-            else:
-                result = _score_group(engine, config, group, tasks, limit, work, spec.reuse_key, events, divergence)
+            result = _done_before(work, group, _owner(spec), events) or _score_group(
+                engine, config, group, tasks, limit, work, _owner(spec), events, divergence
+            )
         scored.update(result[0])
         identity.update(result[1])
         tables.append(result[2])
@@ -371,6 +367,22 @@ def _measure_on(
     )
     with events.timed("write", "writing the record"):
         return _write(work, record, tables)
+
+
+def _owner(spec: WorkerSpec) -> str:
+    """Whose scores kept on the way are: this measurement's, of these very weights."""
+    return f"{spec.reuse_key} {spec.checkpoint_id.weights_sha256}" if spec.checkpoint_id else spec.reuse_key
+
+
+def _done_before(
+    work: Path, group: str, owner: str, events: Events
+) -> tuple[dict[str, TaskScores], dict[str, Scalar], dict[str, pa.Table]] | None:
+    """A group that was finished before an interruption; says so."""
+    result = _read_done(work, group, owner)
+    if result is not None:
+        events.send("stage", stage=events.stage, label=f"{group} was scored before the interruption")
+        events.send("scored", group=group, metrics={name: task.metrics for name, task in result[0].items()})
+    return result
 
 
 def _divergence(spec: WorkerSpec, config: RunConfig, events: Events) -> ExactDivergence | None:

@@ -58,7 +58,8 @@ def split_documents(config: RunConfig) -> Split:
             f"{count} documents give {search} to the search and {final} to the final verdict, and the gate wants {least} of "
             "each; raise tasks.perplexity_limit, change search.final_share, or lower gate.min_documents"
         )
-    doubled = sum(text in set(texts[:search]) for text in texts[search:count])
+    seen = set(texts[:search])
+    doubled = sum(text in seen for text in texts[search:count])
     if doubled:
         raise ConfigError(
             f"{doubled} of the {final} documents kept for the last verdict are the same text as one of the search's; take doubled "

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -15,7 +16,7 @@ import record_builder as build
 from evalq.errors import MeasurementError, RecordError
 from evalq.measure import worker
 from evalq.measure.worker import Events, WorkerSpec
-from evalq.records import Cell, document_schema, item_schema, read_record, read_table
+from evalq.records import Cell, CheckpointId, document_schema, item_schema, read_record, read_table
 
 ROWS = build.baseline_rows(documents=3, items=4)
 SCORES = {"wikitext": build.scores(ROWS)["wikitext"]}
@@ -43,6 +44,17 @@ def test_nothing_is_taken_up_from_another_measurement(tmp_path: Path) -> None:
     worker._write_done(tmp_path, "wikitext", "key", SCORES, IDENTITY, some_tables())
     assert worker._read_done(tmp_path, "wikitext", "another key") is None
     assert worker._read_done(tmp_path, "hellaswag", "key") is None
+
+
+def test_kept_scores_belong_to_these_very_weights() -> None:
+    """A checkpoint that was changed between a kill and the next start has scores of its own."""
+    first, second, none = (
+        SimpleNamespace(reuse_key="key", checkpoint_id=made)
+        for made in (CheckpointId("a", "1" * 64, 1), CheckpointId("a", "2" * 64, 1), None)
+    )
+    owners = {worker._owner(spec) for spec in (first, second, none)}  # type: ignore[arg-type]
+    assert len(owners) == 3
+    assert all(owner.startswith("key") for owner in owners)
 
 
 @pytest.mark.parametrize("damage", ["cut json", "no json", "cut table", "no table", "other field", "no folder"])
