@@ -61,6 +61,11 @@ def as_loaded(model: Any) -> list[list[Any]]:
     return rows
 
 
+def keeps_scores(worker: Any) -> bool:
+    """Whether this rank keeps scores: of the ranks of a tensor-parallel group, which hold the same logits, the first is enough."""
+    return int(getattr(worker, "rank", 0)) % int(worker.parallel_config.tensor_parallel_size) == 0
+
+
 class EngineProbe(KvProbe):
     """Methods that vLLM adds to its worker. `self` is the worker; `self.model_runner` its model runner."""
 
@@ -73,7 +78,7 @@ class EngineProbe(KvProbe):
         runner = self.model_runner
         missing = [
             name
-            for name in (HOOKED, "requests", "input_batch", "query_start_loc", "model")
+            for name in (HOOKED, "requests", "input_batch", "query_start_loc", "model", "model_config")
             if not hasattr(runner, name)
         ]
         if missing:
@@ -81,6 +86,7 @@ class EngineProbe(KvProbe):
         engine_own = getattr(runner, HOOKED)
         runner.evalq_scores = ScoreStore(topk=0)
         runner.evalq_sink = runner.evalq_source = None
+        runner.evalq_keeps = keeps_scores(self)
 
         def hook(hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> Any:
             score_step(runner, hidden_states, num_scheduled_tokens)
@@ -104,8 +110,7 @@ class EngineProbe(KvProbe):
     def evalq_keep_hidden(self, folder: str, layout: Layout) -> str:
         """From now on, keep hidden states as `layout` says; returns the hash of this rank's output head."""
         runner = self.model_runner
-        holds_logits = int(getattr(self, "rank", 0)) % self.parallel_config.tensor_parallel_size == 0
-        runner.evalq_sink = HiddenSink(Path(folder), layout) if holds_logits else None
+        runner.evalq_sink = HiddenSink(Path(folder), layout) if runner.evalq_keeps else None
         return head_hash(runner.model)
 
     def evalq_compare_hidden(self, folder: str, layout: Layout, heads: list[str], checkpoint: str) -> str:

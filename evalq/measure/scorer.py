@@ -231,9 +231,16 @@ def score_step(runner: Any, hidden_states: torch.Tensor, num_scheduled_tokens: d
         sink.put(
             hidden_states.index_select(0, row_index[torch.from_numpy(step.kept).to(row_index.device)]), step.places
         )
-    if score_rows(runner.model, hidden_states, row_index, step, store, source):
+    block = _block_rows(runner, hidden_states)
+    if score_rows(runner.model, hidden_states, row_index, step, store, block, source, runner.evalq_keeps):
         store.owners.append(step.owners)
         store.positions.append(step.positions)
+
+
+def _block_rows(runner: Any, hidden_states: torch.Tensor) -> int:
+    """Rows whose logits are held at once; from what every rank knows alike, also one that will hold no logits."""
+    vocabulary = int(runner.model_config.get_vocab_size())
+    return reductions.rows_per_block(vocabulary, hidden_states.device, hidden_states.element_size())
 
 
 def select_rows(runner: Any, num_scheduled_tokens: dict[str, int], stride: int = 0) -> Step | None:
@@ -288,46 +295,46 @@ def score_rows(
     row_index: torch.Tensor,
     step: Step,
     store: ScoreStore,
+    block: int,
     source: HiddenSource | None = None,
+    keeps: bool = True,
 ) -> bool:
-    """Numbers of all rows of a step, in blocks; False where this rank holds no logits.
+    """Numbers of all rows of a step, in blocks of `block` rows; False where this rank holds no logits or keeps nothing.
 
-    Every rank computes every block, because the head may be split over them.
+    Every rank computes the logits of every block, because the head may be split over them: `block` is the same on all. One
+    rank is enough to reduce and keep them.
     """
     device = hidden_states.device
     targets = _to_device(torch.from_numpy(step.targets), device)
-    block, done, holds_logits = 64, 0, False
+    done, holds_logits = 0, False
     while done < len(row_index):
         stop = min(done + block, len(row_index))
         logits = model.compute_logits(hidden_states.index_select(0, row_index[done:stop]))
-        found = _compare_block(model, logits, step, done, stop, source, device) if source is not None else None
-        if logits is not None:
+        base = _base_block(model, step, done, stop, source, device) if source is not None else None
+        if logits is not None and keeps:
             holds_logits = True
-            block = reductions.rows_per_block(logits.shape[-1], device, logits.element_size())
             _keep_block(logits, targets[done:stop], store)
-            if found is not None:
-                store.divergences.append(found)
+            if source is not None:
+                store.divergences.append(_compare_block(logits, base, step, done, stop))
         done = stop
     return holds_logits
 
 
-def _compare_block(
-    model: Any,
-    logits: torch.Tensor | None,
-    step: Step,
-    done: int,
-    stop: int,
-    source: HiddenSource,
-    device: torch.device,
+def _base_block(
+    model: Any, step: Step, done: int, stop: int, source: HiddenSource, device: torch.device
 ) -> torch.Tensor | None:
-    """(4, rows) divergences of one block, NaN for rows that the store does not hold; None on a rank without logits."""
+    """The baseline's logits of the rows of one block that the store holds; None where there are none."""
     low, high = np.searchsorted(step.kept, [done, stop])
-    result = None if logits is None else torch.full((4, stop - done), torch.nan, device=device)
-    if low == high:
+    return None if low == high else source.logits(model, step.places[low:high], device)
+
+
+def _compare_block(logits: torch.Tensor, base: torch.Tensor | None, step: Step, done: int, stop: int) -> torch.Tensor:
+    """(4, rows) divergences of one block from the baseline's logits `base`, NaN for rows that the store does not hold."""
+    device = logits.device
+    result = torch.full((4, stop - done), torch.nan, device=device)
+    if base is None:
         return result
-    base = source.logits(model, step.places[low:high], device)
-    if logits is None or base is None or result is None:
-        return result
+    low, high = np.searchsorted(step.kept, [done, stop])
     inside = step.kept[low:high] - done
     whole = len(inside) == stop - done
     index = None if whole else _to_device(torch.from_numpy(inside), device)

@@ -27,9 +27,16 @@ def main() -> int:
         "--tasks", default="wikitext,hellaswag,truthfulqa", help="which of wikitext,hellaswag,truthfulqa"
     )
     parser.add_argument("--transformers", action="store_true", help="also transformers in float32, wikitext only")
+    parser.add_argument(
+        "--synthetic",
+        type=int,
+        default=0,
+        help="windows of random tokens in place of the tasks (random weights will do)",
+    )
     parser.add_argument("--out", type=Path, help="Markdown file; the table is printed all the same")
     arguments = parser.parse_args()
-    arguments.synthetic = 0
+    if arguments.synthetic and arguments.transformers:
+        parser.error("--transformers compares the tasks' own text; leave out --synthetic")
     bench = Bench(arguments)
     lines = [
         f"# The scorer and the engine's own prompt_logprobs: {bench.config.quant.name}, {bench.cell.device}",
@@ -42,8 +49,7 @@ def main() -> int:
         "|---|---:|---:|---|---:|---:|---:|",
     ]
     worst = True
-    for name in arguments.tasks.split(","):
-        requests = bench.requests_of(name)
+    for name, requests in bench.sets().items():
         hook = bench.engine.score(requests)
         again = bench.engine.score(requests, reverse=True)
         bench.engine.scorer = "prompt_logprobs"

@@ -226,7 +226,17 @@ class Bench:
         self.notes.append(f"{name}: peak device memory against plain: {text}")
 
     def profile(self, name: str, ways: dict[str, Callable[[], Any]]) -> None:
+        """Where the time goes in Python and, on a GPU, in its kernels."""
+        import torch
+
         for way in ("plain (no log-probabilities)", "evalq"):
+            if torch.cuda.is_available():
+                self.fresh()
+                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as kernels:
+                    ways[way]()
+                table = kernels.key_averages().table(sort_by="self_device_time_total", row_limit=16)
+                with open(self.arguments.profile, "a", encoding="utf-8") as file:
+                    file.write(f"\n===== {name}, {way}: kernels\n{table}\n")
             self.fresh()
             watch = cProfile.Profile()
             watch.runcall(ways[way])

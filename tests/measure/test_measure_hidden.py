@@ -77,7 +77,9 @@ def runner_of(model: Model, ids: list[int], place: hidden.Kept) -> Any:
     )
     return SimpleNamespace(
         model=model,
+        model_config=SimpleNamespace(get_vocab_size=lambda: WORDS),
         evalq_scores=ScoreStore(topk=0),
+        evalq_keeps=True,
         requests={"a": request},
         query_start_loc=SimpleNamespace(np=np.asarray([0])),
         input_batch=SimpleNamespace(req_id_to_index={"a": 0}),

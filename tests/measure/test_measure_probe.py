@@ -31,8 +31,10 @@ class Model:
     def __init__(self, holds_logits: bool = True) -> None:
         self.head = HEAD
         self.holds_logits = holds_logits
+        self.asked: list[int] = []  # rows of each call
 
     def compute_logits(self, hidden: Any) -> Any:
+        self.asked.append(len(hidden))
         return (hidden @ self.head).to(torch.bfloat16) if self.holds_logits else None
 
 
@@ -67,7 +69,9 @@ class Runner:
 
     def __init__(self, requests: list[ScoreRequest], asked: bool = True, model: Model | None = None) -> None:
         self.model = model or Model()
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: VOCABULARY)
         self.evalq_scores = ScoreStore(topk=0)
+        self.evalq_keeps = True
         self.requests: dict[str, Any] = {}
         for i, request in enumerate(requests):
             extra = {"evalq": [i, request.first]} if asked else None
@@ -220,13 +224,40 @@ def test_rank_without_logits_keeps_nothing() -> None:
     assert runner.take() == {}
 
 
+def test_every_rank_computes_the_same_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a head split over ranks, two ranks that cut their rows differently would wait for each other for ever."""
+    monkeypatch.setattr(reductions, "BLOCK_BYTES", 4 * VOCABULARY * 100)
+    ids = [i % VOCABULARY for i in range(251)]
+    cut = {}
+    for holds_logits in (True, False):
+        runner = Runner([ScoreRequest(ids, 1)], model=Model(holds_logits))
+        runner.step({"r0": len(ids)})
+        cut[holds_logits] = runner.model.asked
+    assert cut[True] == cut[False] == [100, 100, 50]
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "keeps"), [(0, 1, True), (0, 2, True), (1, 2, False), (2, 2, True), (1, 1, True)]
+)
+def test_one_rank_of_a_tensor_parallel_group_keeps_scores(rank: int, size: int, keeps: bool) -> None:
+    runner: Any = Runner([ScoreRequest([1, 2, 3], 1)])
+    runner.query_start_loc = SimpleNamespace(np=np.asarray([0, 3]))
+    runner.input_batch = SimpleNamespace(req_id_to_index={"r0": 0})
+    setattr(runner, probe.HOOKED, lambda hidden, scheduled: None)
+    worker = SimpleNamespace(model_runner=runner, rank=rank, parallel_config=SimpleNamespace(tensor_parallel_size=size))
+    assert EngineProbe.evalq_install_scorer(worker) == ""  # type: ignore[arg-type]
+    getattr(runner, probe.HOOKED)(hidden_of([1, 2, 3]), {"r0": 3})
+    assert bool(runner.take()) == keeps
+    assert runner.model.asked == [2]  # the logits are gathered from all ranks
+
+
 def test_scorer_is_put_in_place_once_and_calls_the_engines_own() -> None:
     called = []
     runner: Any = Runner([ScoreRequest([1, 2, 3], 1)])
     runner.query_start_loc = SimpleNamespace(np=np.asarray([0, 3]))
     runner.input_batch = SimpleNamespace(req_id_to_index={"r0": 0})
     setattr(runner, probe.HOOKED, lambda hidden, scheduled: called.append(scheduled) or {"own": 1})
-    holder: Any = SimpleNamespace(model_runner=runner)
+    holder: Any = SimpleNamespace(model_runner=runner, parallel_config=SimpleNamespace(tensor_parallel_size=1))
     assert EngineProbe.evalq_install_scorer(holder) == ""
     assert getattr(runner, probe.HOOKED)(hidden_of([1, 2, 3]), {"r0": 3}) == {"own": 1}
     assert called == [{"r0": 3}]
@@ -235,7 +266,7 @@ def test_scorer_is_put_in_place_once_and_calls_the_engines_own() -> None:
 
 def test_engine_of_another_build_is_refused_with_a_reason() -> None:
     answer = EngineProbe.evalq_install_scorer(SimpleNamespace(model_runner=SimpleNamespace(requests={})))  # type: ignore[arg-type]
-    assert "has no _get_prompt_logprobs_dict, input_batch, query_start_loc, model" in answer
+    assert "has no _get_prompt_logprobs_dict, input_batch, query_start_loc, model, model_config" in answer
 
 
 def test_public_logprobs_are_read_by_token_and_rank() -> None:
