@@ -39,7 +39,7 @@ from evalq.measure.scores import (
 Progress = Callable[[int, int, str], None]  # done, total, unit
 # Named, not imported: importing it imports vLLM, and vLLM reads its environment when imported.
 PROBE_CLASS = "evalq.measure.probe.EngineProbe"
-SCORER_VERSION = "3"
+SCORER_VERSION = "4"
 TAKE_SECONDS = 20.0  # how often scores leave the device while a portion is under way
 MARGIN_TOKENS = 64  # room of the engine's length above the longest window
 
@@ -185,7 +185,7 @@ class Engine:
         for portion in portions(requests, self.portion_tokens, self._block_tokens if share_prefixes else None):
             part = [requests[i] for i in portion.numbers]
             counted = _counted(progress, done, len(requests))
-            found = self._score_portion(part, portion.share, counted, call.of(portion.numbers))
+            found = self._score_portion(part, portion.waves, counted, call.of(portion.numbers))
             for i, result in zip(portion.numbers, found, strict=True):
                 results[i] = result
             done += len(part)
@@ -199,18 +199,17 @@ class Engine:
         return complete
 
     def _score_portion(
-        self, requests: Sequence[ScoreRequest], share: bool, progress: Progress | None, call: Call
+        self, requests: Sequence[ScoreRequest], waves: list[int] | None, progress: Progress | None, call: Call
     ) -> list[ScoreResult | None]:
-        """One portion: as it was kept, or computed and kept."""
+        """One portion: as it was kept, or computed and kept. waves: see Portion."""
         kept = [from_arrays(call.saved.get(key)) for key in call.keys] if call.saved is not None else []
         if kept and all(result is not None for result in kept):
             return kept
         if self.scorer == "prompt_logprobs":
             results: list[ScoreResult | None] = [*self._score_by_prompt_logprobs(requests, call.topk, progress)]
         else:
-            if share:
-                self.reset_prefix_cache()
-            results = self._score_by_hook(requests, share, progress, call)
+            salts = None if waves is None else self._salts(waves)
+            results = self._score_by_hook(requests, salts is not None, progress, call, salts)
             results = self._score_again(requests, results, call)
         if call.saved is not None:
             pairs = zip(call.keys, results, strict=True)
@@ -221,6 +220,10 @@ class Engine:
     def _block_tokens(self) -> int:
         """Tokens of one block of the prefix cache."""
         return int(self._llm.llm_engine.vllm_config.cache_config.block_size or 16)  # None: an engine that does not say
+
+    def _salts(self, waves: list[int]) -> list[str]:
+        """One salt of the prefix cache per request: what has the same salt reads each other's blocks, in this call alone."""
+        return [f"evalq-{self._counter}-{wave}" for wave in waves]
 
     def _score_again(
         self, requests: Sequence[ScoreRequest], results: list[ScoreResult | None], call: Call
@@ -235,8 +238,14 @@ class Engine:
         return results
 
     def _score_by_hook(
-        self, requests: Sequence[ScoreRequest], share: bool, progress: Progress | None, call: Call
+        self,
+        requests: Sequence[ScoreRequest],
+        share: bool,
+        progress: Progress | None,
+        call: Call,
+        salts: list[str] | None = None,
     ) -> list[ScoreResult | None]:
+        """Rows of the requests, None where some are missing. share: read the prefix cache; salts: see _salts."""
         if not requests:
             return []
         self._llm.collective_rpc("evalq_take_scores", args=(call.topk,))
@@ -246,7 +255,7 @@ class Engine:
         ]
         rows = Rows()
         every = _Every(TAKE_SECONDS, lambda: rows.add(self._take_scores(call.topk)))
-        self._run([request.ids for request in requests], params, progress, after_step=every)
+        self._run([request.ids for request in requests], params, progress, after_step=every, salts=salts)
         rows.add(self._take_scores(0, durable=call.saved is not None))
         found = rows.split(requests, range(len(requests)))
         return [found[i] for i in range(len(requests))]
@@ -377,7 +386,10 @@ class Engine:
     def _params(self, **settings: Any) -> Any:
         from vllm import SamplingParams
 
-        return SamplingParams(**{"max_tokens": 1, "temperature": 0.0, "detokenize": False, **settings})
+        # skip_clone: made for one request, so the engine need not copy it deeply, a third of the cost of adding a request.
+        return SamplingParams(
+            **{"max_tokens": 1, "temperature": 0.0, "detokenize": False, "skip_clone": True, **settings}
+        )
 
     def _run(
         self,
@@ -386,8 +398,12 @@ class Engine:
         progress: Progress | None,
         finished_seconds: list[float] | None = None,
         after_step: Callable[[], None] | None = None,
+        salts: list[str] | None = None,
     ) -> list[Any]:
-        """Feed all prompts and step the engine until every one is finished; outputs in the order of prompts."""
+        """Feed all prompts and step the engine until every one is finished; outputs in the order of prompts.
+
+        Prompts go in as the engine's own tokenised form, which it checks and neither tokenises nor pads.
+        """
         core = self._llm.llm_engine
         order: dict[str, int] = {}
         began = time.monotonic()
@@ -395,7 +411,8 @@ class Engine:
             for i, (ids, one) in enumerate(zip(prompts, params, strict=True)):
                 self._counter += 1
                 name = f"evalq-{self._counter}"
-                core.add_request(name, {"prompt_token_ids": ids}, one)
+                salt = {} if salts is None else {"cache_salt": salts[i]}
+                core.add_request(name, {"type": "token", "prompt_token_ids": ids, **salt}, one)
                 order[name] = i
             outputs: list[Any] = [None] * len(prompts)
             seconds = [0.0] * len(prompts)

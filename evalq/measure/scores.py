@@ -13,7 +13,6 @@ from evalq.measure.hidden import Layout
 from evalq.measure.saved import SavedScores
 
 Arrays = dict[str, np.ndarray]
-MOST_WAVES = 32  # of requests that share prefixes; the rest is scored without sharing
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Portion:
-    """Requests, by number, that are scored together, with no other request in the engine and an empty prefix cache."""
+    """Requests, by number, that are scored together, with no other request in the engine."""
 
     numbers: list[int]
-    share: bool  # read common prefixes from the cache
+    waves: (
+        list[int] | None
+    )  # the wave of each: a request reads from the cache what its own wave left there; None = nothing is read
 
 
 def portions(requests: Sequence[ScoreRequest], most_tokens: int, block: int | None) -> list[Portion]:
@@ -89,23 +90,22 @@ def portions(requests: Sequence[ScoreRequest], most_tokens: int, block: int | No
 
     Depends on the requests alone, never on time, so that the engine's batches are the same in every run. block: tokens of a
     block of the prefix cache; None = nothing is shared. Of a request that shares, only the tokens behind the beginning that it
-    has in common with the one before it count. One context with very many endings would make as many waves: what is beyond
-    MOST_WAVES is not shared.
+    has in common with the one before it in its wave count.
     """
     groups = [list(range(len(requests)))] if block is None else waves(requests, block)
-    shared, alone = (0, groups) if block is None else (MOST_WAVES, groups[MOST_WAVES:])
-    rest = sorted(number for group in alone for number in group)
-    found = []
-    for numbers, share in [*((group, True) for group in groups[:shared]), (rest, False)]:
-        tokens = most_tokens  # full: the first request begins a portion
+    found: list[Portion] = []
+    tokens = most_tokens  # full: the first request begins a portion
+    for wave, numbers in enumerate(groups):
         before: list[int] = []
         for number in numbers:
             ids = requests[number].ids
-            length = len(ids) - (common(before, ids) if share else 0)
+            length = len(ids) - (common(before, ids) if block is not None else 0)
             if tokens + length > most_tokens:
-                found.append(Portion([], share))
+                found.append(Portion([], None if block is None else []))
                 tokens, length = 0, len(ids)
             found[-1].numbers.append(number)
+            if (of_portion := found[-1].waves) is not None:
+                of_portion.append(wave)
             tokens, before = tokens + length, ids
     return found
 
@@ -121,7 +121,8 @@ def waves(requests: Sequence[ScoreRequest], block: int) -> list[list[int]]:
     """Requests in waves, so that with a prefix cache of blocks of `block` tokens no request finds a block of its scored part.
 
     What a request finds in the cache is not computed again, so it has no row there: two endings that begin alike up to the end of a
-    block go into different waves, with an empty cache between. Beginnings that end before the scored part are shared within a wave.
+    block go into different waves, and no wave reads what another left. Beginnings that end before the scored part are shared within
+    a wave.
     """
     found: list[list[int]] = [[]]
     seen: dict[tuple[int, ...], int] = {}

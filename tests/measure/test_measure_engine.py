@@ -197,12 +197,23 @@ def test_request_whose_rows_came_from_the_cache_is_scored_again_alone(monkeypatc
     assert [result.logprobs.tolist() for result in results] == EXPECTED
 
 
-def test_requests_beyond_the_last_wave_are_scored_without_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evalq.measure.scores.MOST_WAVES", 0)
-    llm = Llm(Core(), drop_shared={0, 1, 2})
-    results = engine_on(llm, monkeypatch).score(REQUESTS, share_prefixes=True)
-    assert [result.logprobs.tolist() for result in results] == EXPECTED
-    assert llm.llm_engine.added == len(REQUESTS), "each once"
+def test_waves_run_together_and_read_only_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two endings that begin alike for a block of 4: one run, with salts that no later call repeats."""
+    core = Core()
+    engine = engine_on(Llm(core), monkeypatch)
+    fed: list[dict[str, Any]] = []
+    add = core.add_request
+    core.add_request = lambda name, prompt, params: (fed.append(prompt), add(name, prompt, params))  # type: ignore[method-assign,func-returns-value,assignment]
+    alike = [ScoreRequest([1, 2, 3, 4, last], 1) for last in (5, 6, 6)]
+    engine.score(alike, share_prefixes=True)
+    first = [prompt["cache_salt"] for prompt in fed]
+    assert len(set(first)) == 3
+    engine.score([*alike[:1], ScoreRequest([9, 9], 1)], share_prefixes=True)
+    second = [prompt["cache_salt"] for prompt in fed[3:]]
+    assert second[0] == second[1]
+    assert not set(first) & set(second)
+    engine.score(alike)
+    assert all("cache_salt" not in prompt for prompt in fed[5:]), "nothing is shared, so nothing is kept apart"
 
 
 def test_scores_that_stay_away_are_an_error_not_a_short_answer(monkeypatch: pytest.MonkeyPatch) -> None:

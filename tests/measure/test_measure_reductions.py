@@ -30,6 +30,22 @@ for words, dtype in ((37, torch.float32), (4096, torch.bfloat16), (9001, torch.b
     wanted = ((p.exp() * (p - q)).sum(-1), (q.exp() * (q - p)).sum(-1), -(p.exp() * p).sum(-1), -(q.exp() * q).sum(-1))
     for found, exact in zip(kernels.compare(a, b), wanted):
         torch.testing.assert_close(found.double(), exact, atol=3e-6, rtol=0)
+a = torch.full((2, 9001), -3.0)
+a[0, :5000] = -torch.inf  # words that cannot come, in the first chunks too
+a[0, 6000], a[1, 17], a[1, 8000] = 90.0, 5.0, 5.0  # far above the rest; a tie, of which the first counts
+b = a + torch.where(torch.rand(2, 9001) < 0.5, 0.25, 0.0)
+logprob, top, top_logprob = kernels.score(a, torch.tensor([6000, 8000]))
+p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
+assert top.tolist() == [6000, 17], top
+torch.testing.assert_close(logprob.double(), p[[0, 1], [6000, 8000]], atol=2e-6, rtol=0)
+forward, reverse, base_entropy, own_entropy = kernels.compare(a, b)
+gap = torch.where(p > -torch.inf, p - q, 0.0)
+torch.testing.assert_close(forward.double(), (p.exp() * gap).sum(-1), atol=3e-6, rtol=0)
+torch.testing.assert_close(reverse.double(), -(q.exp() * gap).sum(-1), atol=3e-6, rtol=0)
+torch.testing.assert_close(base_entropy.double(), torch.special.entr(p.exp()).sum(-1), atol=3e-6, rtol=0)
+torch.testing.assert_close(own_entropy.double(), torch.special.entr(q.exp()).sum(-1), atol=3e-6, rtol=0)
+a[1, 4] = torch.nan
+assert kernels.score(a, torch.tensor([6000, 8000]))[0].isnan().tolist() == [False, True]
 print("equal")
 """
 

@@ -68,20 +68,27 @@ def test_portions_are_cut_by_tokens_and_a_longer_request_has_its_own() -> None:
     requests = [ScoreRequest([0] * length, 1) for length in (4, 4, 3, 20, 2, 10)]
     found = portions(requests, 10, None)
     assert found == [
-        Portion([0, 1], False),
-        Portion([2], False),
-        Portion([3], False),
-        Portion([4], False),
-        Portion([5], False),
+        Portion([0, 1], None),
+        Portion([2], None),
+        Portion([3], None),
+        Portion([4], None),
+        Portion([5], None),
     ]
 
 
 def test_a_beginning_in_common_counts_once_where_it_is_shared() -> None:
     """Blocks of 4; a preamble of 8 and endings of 3 tokens: 11 + 3 + 3 fit into 17."""
     requests = [ScoreRequest([*PREAMBLE, i, 1, 2], 9) for i in range(4)]
-    assert [portion.numbers for portion in portions(requests, 17, 4)] == [[0, 1, 2], [3]]
+    assert portions(requests, 17, 4) == [Portion([0, 1, 2], [0, 0, 0]), Portion([3], [0])]
     assert [portion.numbers for portion in portions(requests, 17, None)] == [[0], [1], [2], [3]]
     assert (common([1, 2, 3], [1, 2, 4]), common([1], [1, 2]), common([], [1])) == (2, 1, 0)
+
+
+def test_waves_share_a_portion_and_not_their_beginnings() -> None:
+    """Blocks of 4. Endings that begin alike for a block are of two waves; the second wave pays for its preamble."""
+    requests = [ScoreRequest([*PREAMBLE, 1, 2, 3, 4, last], 9) for last in (5, 6)]
+    assert portions(requests, 26, 4) == [Portion([0, 1], [0, 1])]
+    assert portions(requests, 25, 4) == [Portion([0], [0]), Portion([1], [1])]
 
 
 def test_no_requests_no_portions() -> None:
@@ -99,10 +106,11 @@ def test_every_request_is_in_one_portion_of_bounded_size(rows: list[list[int]], 
     assert sorted(i for portion in found for i in portion.numbers) == list(range(len(requests)))
     for portion in found:
         assert portion.numbers
-        assert portion.numbers == sorted(portion.numbers)
+        assert (portion.waves is None) == (block is None)
         lengths = [len(requests[i].ids) for i in portion.numbers]
-        alike = (
-            [common(requests[i].ids, requests[j].ids) for i, j in pairwise(portion.numbers)] if portion.share else []
-        )
+        alike = []
+        if portion.waves is not None:
+            assert len(portion.waves) == len(portion.numbers)
+            pairs = zip(pairwise(portion.numbers), pairwise(portion.waves), strict=True)
+            alike = [common(requests[i].ids, requests[j].ids) for (i, j), (v, w) in pairs if v == w]
         assert len(lengths) == 1 or sum(lengths) - sum(alike) <= most
-        assert not portion.share or block is not None
