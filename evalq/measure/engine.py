@@ -7,6 +7,7 @@ The only module that talks to vLLM's public interface; it works with vLLM 0.26 t
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import json
 import os
@@ -151,6 +152,7 @@ class Engine:
         engine = cls(llm, scorer, note, started)
         engine.portion_tokens = config.engine.portion_tokens
         engine.start_kind = "eager" if config.engine.enforce_eager else "unknown"
+        _leave_to_itself()
         return engine
 
     def score(
@@ -249,10 +251,10 @@ class Engine:
         if not requests:
             return []
         self._llm.collective_rpc("evalq_take_scores", args=(call.topk,))
-        params = [
-            self._params(extra_args={"evalq": [i, r.first, *call.place(i)]}, skip_reading_prefix_cache=not share)
-            for i, r in enumerate(requests)
-        ]
+        checked = self._params(skip_reading_prefix_cache=not share)  # the engine checks each that is made anew
+        params = [copy.copy(checked) for _ in requests]
+        for i, (one, request) in enumerate(zip(params, requests, strict=True)):
+            one.extra_args = {"evalq": [i, request.first, *call.place(i)]}
         rows = Rows()
         every = _Every(TAKE_SECONDS, lambda: rows.add(self._take_scores(call.topk)))
         self._run([request.ids for request in requests], params, progress, after_step=every, salts=salts)
@@ -477,7 +479,15 @@ class Engine:
         if shutdown is not None:
             shutdown()
         self._llm = None
+        gc.unfreeze()
         gc.collect()
+
+
+def _leave_to_itself() -> None:
+    """What the engine made while starting lives as long as it: the garbage collector need not walk through it, or come often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def _counted(progress: Progress | None, before: int, total: int) -> Progress | None:

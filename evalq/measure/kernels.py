@@ -1,9 +1,8 @@
-"""Triton kernels of evalq.measure.reductions: one program per row, one pass over its logits.
+"""Triton kernels of evalq.measure.reductions: one program per row, one pass over its logits, running sums rescaled on the way.
 
-Each lane of a program keeps the running sums of its own words, and lanes meet once, at the end of the row: nothing waits inside the
-pass. A running sum is that of Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), with one exponential per
-word: with d the distance of a word's logit from the highest so far, either the sum shrinks by exp(-d) and 1 is added, or exp(d) is
-added. Weighted sums beside it are rescaled by the same factor.
+The running form of log-sum-exp is Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). For scores, each
+lane keeps the sum of its own words, with one exponential per word, and lanes meet at the end of the row. For divergence, a row has
+one sum of each kind: eight per lane would not fit into its registers (measured: a third slower).
 """
 
 # Triton's decorator and its own names carry no types.
@@ -16,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-SCORE_COLUMNS, SCORE_WARPS = 4096, 4  # words read at once by a program, and its warps
-COMPARE_COLUMNS, COMPARE_WARPS = 1024, 4
+SCORE_COLUMNS, SCORE_WARPS = 4096, 8  # words read at once by a program, and its warps
+COMPARE_COLUMNS, COMPARE_WARPS = 4096, 4
 
 
 @triton.jit
@@ -66,53 +65,38 @@ def _compare_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     base, own = base_logits + row * base_stride, own_logits + row * own_stride
-    lane = tl.arange(0, COLUMNS)
-    inside = lane < vocabulary
-    a = tl.load(base + lane, mask=inside, other=-float("inf")).to(tl.float32)
-    b = tl.load(own + lane, mask=inside, other=-float("inf")).to(tl.float32)
-    high_a, high_b = a, b
-    sum_a, sum_b = tl.where(inside, 1.0, 0.0), tl.where(inside, 1.0, 0.0)  # of exp
-    gap_a = tl.where(inside & (a > -float("inf")), a - b, 0.0)  # of exp times (a - b)
-    gap_b = tl.where(inside & (b > -float("inf")), a - b, 0.0)
-    mean_a, mean_b = (
-        tl.zeros([COLUMNS], tl.float32),
-        tl.zeros([COLUMNS], tl.float32),
-    )  # of exp times the distance to the highest
-    for start in range(COLUMNS, vocabulary, COLUMNS):
-        index = start + lane
-        a = tl.load(base + index, mask=index < vocabulary, other=-float("inf")).to(tl.float32)
-        b = tl.load(own + index, mask=index < vocabulary, other=-float("inf")).to(tl.float32)
-        # A word without probability in a model adds nothing there, however far apart the two logits are.
-        far_a = tl.where(a == high_a, 0.0, a - high_a)
-        far_b = tl.where(b == high_b, 0.0, b - high_b)
-        scale_a, weight_a = _step(far_a)
-        scale_b, weight_b = _step(far_b)
-        # The sum of distances to the highest logit moves with it.
-        mean_a = tl.where(far_a > 0, tl.where(scale_a > 0, (mean_a - sum_a * far_a) * scale_a, 0.0), mean_a)
-        mean_b = tl.where(far_b > 0, tl.where(scale_b > 0, (mean_b - sum_b * far_b) * scale_b, 0.0), mean_b)
-        mean_a += tl.where((far_a < 0) & (weight_a > 0), weight_a * far_a, 0.0)
-        mean_b += tl.where((far_b < 0) & (weight_b > 0), weight_b * far_b, 0.0)
-        gap_a = gap_a * scale_a + tl.where((a > -float("inf")) & (weight_a > 0), weight_a * (a - b), 0.0)
-        gap_b = gap_b * scale_b + tl.where((b > -float("inf")) & (weight_b > 0), weight_b * (a - b), 0.0)
-        sum_a = sum_a * scale_a + weight_a
-        sum_b = sum_b * scale_b + weight_b
-        high_a, high_b = tl.maximum(high_a, a), tl.maximum(high_b, b)
-    peak_a, total_a, gap_a, mean_a = _meet(high_a, sum_a, gap_a, mean_a)
-    peak_b, total_b, gap_b, mean_b = _meet(high_b, sum_b, gap_b, mean_b)
-    shift = (peak_a - peak_b) + tl.log(total_a / total_b)
-    tl.store(out_forward + row, tl.maximum(gap_a / total_a - shift, 0.0))
-    tl.store(out_reverse + row, tl.maximum(shift - gap_b / total_b, 0.0))
-    tl.store(out_base_entropy + row, tl.log(total_a) - mean_a / total_a)
-    tl.store(out_own_entropy + row, tl.log(total_b) - mean_b / total_b)
-
-
-@triton.jit
-def _meet(high, total, gap, mean):
-    """All lanes' sums as one, against the highest logit of the row."""
-    peak = tl.max(high, axis=0)
-    factor = tl.exp(high - peak)  # 0 for a lane without a word of any probability
-    below = tl.where(factor > 0, total * (high - peak), 0.0)
-    return peak, tl.sum(total * factor, axis=0), tl.sum(gap * factor, axis=0), tl.sum((mean + below) * factor, axis=0)
+    high_a, high_b = -float("inf"), -float("inf")
+    sum_a, sum_b = 0.0, 0.0  # of exp
+    gap_a, gap_b = 0.0, 0.0  # of exp times (a - b)
+    mean_a, mean_b = 0.0, 0.0  # of exp times the distance to the highest logit so far
+    for start in range(0, vocabulary, COLUMNS):
+        index = start + tl.arange(0, COLUMNS)
+        inside = index < vocabulary
+        a = tl.load(base + index, mask=inside, other=-float("inf")).to(tl.float32)
+        b = tl.load(own + index, mask=inside, other=-float("inf")).to(tl.float32)
+        gap = tl.where(inside, a - b, 0.0)
+        new_a = tl.maximum(high_a, tl.max(a, axis=0))
+        new_b = tl.maximum(high_b, tl.max(b, axis=0))
+        # Logits of -inf, and a beginning of the row of nothing else, weigh nothing; NaN stays NaN.
+        scale_a = tl.where(high_a == new_a, 1.0, tl.exp(high_a - new_a))
+        scale_b = tl.where(high_b == new_b, 1.0, tl.exp(high_b - new_b))
+        weight_a = tl.where(a == -float("inf"), 0.0, tl.exp(a - new_a))
+        weight_b = tl.where(b == -float("inf"), 0.0, tl.exp(b - new_b))
+        # A sum of distances to an older highest logit moves with it; nothing has been summed when that is -inf.
+        mean_a = tl.where(sum_a > 0, (mean_a + sum_a * (high_a - new_a)) * scale_a, 0.0)
+        mean_b = tl.where(sum_b > 0, (mean_b + sum_b * (high_b - new_b)) * scale_b, 0.0)
+        mean_a += tl.sum(tl.where(weight_a > 0, weight_a * (a - new_a), 0.0), axis=0)
+        mean_b += tl.sum(tl.where(weight_b > 0, weight_b * (b - new_b), 0.0), axis=0)
+        gap_a = gap_a * scale_a + tl.sum(tl.where(weight_a > 0, weight_a * gap, 0.0), axis=0)
+        gap_b = gap_b * scale_b + tl.sum(tl.where(weight_b > 0, weight_b * gap, 0.0), axis=0)
+        sum_a = sum_a * scale_a + tl.sum(weight_a, axis=0)
+        sum_b = sum_b * scale_b + tl.sum(weight_b, axis=0)
+        high_a, high_b = new_a, new_b
+    shift = (high_a - high_b) + tl.log(sum_a / sum_b)
+    tl.store(out_forward + row, tl.maximum(gap_a / sum_a - shift, 0.0))
+    tl.store(out_reverse + row, tl.maximum(shift - gap_b / sum_b, 0.0))
+    tl.store(out_base_entropy + row, tl.log(sum_a) - mean_a / sum_a)
+    tl.store(out_own_entropy + row, tl.log(sum_b) - mean_b / sum_b)
 
 
 def score(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -89,11 +89,13 @@ def compare_by_torch(base: torch.Tensor, own: torch.Tensor) -> Divergence:
     lse_a, lse_b = torch.logsumexp(a, dim=-1), torch.logsumexp(b, dim=-1)
     shift = lse_a - lse_b
     difference = a - b
-    log_p = a - lse_a[:, None]
-    p = torch.exp(log_p)
-    forward = (p * difference).sum(-1) - shift
-    base_entropy = -(p * log_p).sum(-1)
-    log_q = b - lse_b[:, None]
-    q = torch.exp(log_q)
-    reverse = shift - (q * difference).sum(-1)
-    return Divergence(forward.clamp_min(0.0), reverse.clamp_min(0.0), base_entropy, -(q * log_q).sum(-1))
+    log_p, log_q = a - lse_a[:, None], b - lse_b[:, None]
+    forward = _mean(log_p, difference) - shift
+    reverse = shift - _mean(log_q, difference)
+    return Divergence(forward.clamp_min(0.0), reverse.clamp_min(0.0), -_mean(log_p, log_p), -_mean(log_q, log_q))
+
+
+def _mean(log_weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Mean of values under a distribution; a word that cannot come (a logit of -inf) adds nothing, whatever its value."""
+    weight = torch.exp(log_weight)
+    return torch.where(weight == 0, 0.0, weight * values).sum(-1)

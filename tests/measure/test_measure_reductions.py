@@ -77,6 +77,19 @@ def test_divergence_equals_float64_and_is_never_negative(words: int, apart: floa
     assert (found.reverse >= 0).all()
 
 
+def test_words_that_cannot_come_add_nothing_and_nan_stays() -> None:
+    a = torch.tensor([[-torch.inf, 0.0, 0.0], [0.0, 1.0, -torch.inf], [0.0, torch.nan, 1.0]])
+    b = torch.tensor([[-torch.inf, 0.0, 0.0], [0.0, 1.0, 2.0], [0.0, 0.0, 1.0]])
+    found = reductions.compare_rows(a, b)
+    assert found.forward[0] == found.reverse[0] == 0.0
+    assert float(found.base_entropy[0]) == pytest.approx(0.693147, abs=1e-6)
+    q = b[1].double().log_softmax(-1)
+    p = a[1].double().log_softmax(-1)
+    assert float(found.forward[1]) == pytest.approx(float((p.exp()[:2] * (p - q)[:2]).sum()), abs=1e-6)
+    assert found.reverse[1] == torch.inf  # the baseline rules out a word that this model may say
+    assert found.forward[2].isnan()
+
+
 def test_divergence_by_hand() -> None:
     """Two words: p = (1/2, 1/2), q = (1/4, 3/4). KL(p||q) = ln 2 / 2 + ln(2/3) / 2 = 0.143841; KL(q||p) = 0.130812."""
     a = torch.log(torch.tensor([[0.5, 0.5]]))
