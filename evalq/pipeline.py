@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int, str], None]
 T = TypeVar("T")
-SCORING_VERSION = "2"  # raise when scores of the same input change, so that stored baselines are measured anew
+SCORING_VERSION = "2"  # raise when scores change otherwise than by SCORER_VERSION: stored baselines are measured anew
 
 
 @dataclass(frozen=True)
@@ -561,13 +561,15 @@ def reuse_key(cell: Prepared, identity: dict[str, Scalar]) -> str:
 
     Of a checkpoint that evalq makes also what decides its bytes, the content of a calibration text included.
     """
+    from evalq.measure.engine_settings import SCORER_VERSION
+
     parts = {
         "made": _making(cell),
         "config": config_hash(cell.config),
         "identity": identity,
         "data": {task: [source.label, source.identity] for task, source in cell.sources.items()},
         "versions": installed_versions(),
-        "scoring": SCORING_VERSION,
+        "scoring": [SCORING_VERSION, SCORER_VERSION],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

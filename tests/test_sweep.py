@@ -284,6 +284,9 @@ def test_new_engine_version_needs_a_new_baseline(
     monkeypatch.setattr(pipeline, "SCORING_VERSION", "next")
     run([cell_config("fp8-kv")])
     assert baseline_starts(tmp_path) == 5
+    monkeypatch.setattr("evalq.measure.engine_settings.SCORER_VERSION", "next")
+    run([cell_config("fp8-kv")])
+    assert baseline_starts(tmp_path) == 6, "what the fingerprint compares must be in the key that finds a baseline"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import numpy as np
 
 from evalq.config import EngineConfig, RunConfig
 from evalq.errors import MeasurementError, MissingExtraError
-from evalq.measure.engine_settings import settings_of
+from evalq.measure.engine_settings import SCORER_VERSION, settings_of
 from evalq.measure.failures import classify
 from evalq.measure.hidden import sequence_key
 from evalq.measure.saved import SavedScores
@@ -40,7 +40,6 @@ from evalq.measure.scores import (
 Progress = Callable[[int, int, str], None]  # done, total, unit
 # Named, not imported: importing it imports vLLM, and vLLM reads its environment when imported.
 PROBE_CLASS = "evalq.measure.probe.EngineProbe"
-SCORER_VERSION = "4"
 TAKE_SECONDS = 20.0  # how often scores leave the device while a portion is under way
 MARGIN_TOKENS = 64  # room of the engine's length above the longest window
 
@@ -128,6 +127,7 @@ class Engine:
         self.portion_tokens = EngineConfig.portion_tokens
         self.steps = 0
         self._counter = 0
+        self._thresholds = gc.get_threshold()
         self._step_tokens: int | None = None  # see paced
         self._between_steps: Callable[[], None] | None = None
 
@@ -152,7 +152,7 @@ class Engine:
         engine = cls(llm, scorer, note, started)
         engine.portion_tokens = config.engine.portion_tokens
         engine.start_kind = "eager" if config.engine.enforce_eager else "unknown"
-        _leave_to_itself()
+        engine._thresholds = _leave_to_itself()
         return engine
 
     def score(
@@ -198,6 +198,7 @@ class Engine:
                 "run again with tasks.scorer=prompt_logprobs",
                 "engine",
             )
+        _require_numbers(complete)
         return complete
 
     def _score_portion(
@@ -272,7 +273,11 @@ class Engine:
 
     def compare_hidden(self, use: HiddenUse, heads: list[str], checkpoint: Path | None) -> str:
         """Open the baseline's store for comparing; returns "" or why exact divergence cannot be had."""
-        arguments = (str(use.folder), use.layout, heads, str(checkpoint or ""))
+        own = list(self._llm.collective_rpc("evalq_head_hash"))
+        same = own == heads and all(
+            own
+        )  # one answer for all ranks: with a head split over them, all or none compute it together
+        arguments = (str(use.folder), use.layout, same, str(checkpoint or ""))
         return next(
             (answer for answer in self._llm.collective_rpc("evalq_compare_hidden", args=arguments) if answer), ""
         )
@@ -434,6 +439,8 @@ class Engine:
                 if progress:
                     progress(done, len(prompts), "sequences")
         except Exception as error:
+            with contextlib.suppress(Exception):  # what was added before must not run beside the next call's requests
+                core.abort_request(list(order))
             raise classify(error, "run") from error
         if finished_seconds is not None:
             finished_seconds.extend(seconds)
@@ -480,14 +487,31 @@ class Engine:
             shutdown()
         self._llm = None
         gc.unfreeze()
+        gc.set_threshold(*self._thresholds)
         gc.collect()
 
 
-def _leave_to_itself() -> None:
-    """What the engine made while starting lives as long as it: the garbage collector need not walk through it, or come often."""
+def _require_numbers(results: Sequence[ScoreResult]) -> None:
+    """A score that is no number would be compared like one: the choice with NaN wins a question. -inf is a score."""
+    broken = sum(bool(np.isnan(result.logprobs).any()) for result in results)
+    if broken:
+        raise MeasurementError(
+            f"the model's log-probabilities are not numbers (NaN) in {broken} of {len(results)} sequences; the checkpoint or a "
+            "kernel overflows: try model.dtype=bfloat16, another engine.attention_backend, or look for NaN in the weights",
+            "engine",
+        )
+
+
+def _leave_to_itself() -> tuple[int, int, int]:
+    """What the engine made while starting lives as long as it: the garbage collector need not walk through it, or come often.
+
+    Returns the collector's thresholds of before.
+    """
+    before = gc.get_threshold()
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+    return before
 
 
 def _counted(progress: Progress | None, before: int, total: int) -> Progress | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+SCORER_VERSION = "4"  # raise when the engine's part of scoring changes scores, or the batches they come from
+
 
 def settings_of(config: Any) -> dict[str, str | int | float | bool | None]:
     """What a VllmConfig says, under evalq's names."""

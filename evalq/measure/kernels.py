@@ -87,14 +87,19 @@ def _compare_kernel(
         mean_b = tl.where(sum_b > 0, (mean_b + sum_b * (high_b - new_b)) * scale_b, 0.0)
         mean_a += tl.sum(tl.where(weight_a > 0, weight_a * (a - new_a), 0.0), axis=0)
         mean_b += tl.sum(tl.where(weight_b > 0, weight_b * (b - new_b), 0.0), axis=0)
-        gap_a = gap_a * scale_a + tl.sum(tl.where(weight_a > 0, weight_a * gap, 0.0), axis=0)
-        gap_b = gap_b * scale_b + tl.sum(tl.where(weight_b > 0, weight_b * gap, 0.0), axis=0)
+        gap_a = tl.where(scale_a == 0, 0.0, gap_a * scale_a) + tl.sum(
+            tl.where(weight_a > 0, weight_a * gap, 0.0), axis=0
+        )
+        gap_b = tl.where(scale_b == 0, 0.0, gap_b * scale_b) + tl.sum(
+            tl.where(weight_b > 0, weight_b * gap, 0.0), axis=0
+        )
         sum_a = sum_a * scale_a + tl.sum(weight_a, axis=0)
         sum_b = sum_b * scale_b + tl.sum(weight_b, axis=0)
         high_a, high_b = new_a, new_b
     shift = (high_a - high_b) + tl.log(sum_a / sum_b)
-    tl.store(out_forward + row, tl.maximum(gap_a / sum_a - shift, 0.0))
-    tl.store(out_reverse + row, tl.maximum(shift - gap_b / sum_b, 0.0))
+    forward, reverse = gap_a / sum_a - shift, shift - gap_b / sum_b
+    tl.store(out_forward + row, tl.where(forward < 0, 0.0, forward))  # a maximum would make 0 of NaN
+    tl.store(out_reverse + row, tl.where(reverse < 0, 0.0, reverse))
     tl.store(out_base_entropy + row, tl.log(sum_a) - mean_a / sum_a)
     tl.store(out_own_entropy + row, tl.log(sum_b) - mean_b / sum_b)
 

@@ -83,6 +83,8 @@ class EngineProbe(KvProbe):
         ]
         if missing:
             return f"this engine's model runner ({type(runner).__name__}) has no {', '.join(missing)}"
+        if runner.model_config.get_vocab_size() < 1:
+            return "the model does not say how many words it has"
         engine_own = getattr(runner, HOOKED)
         runner.evalq_scores = ScoreStore(topk=0)
         runner.evalq_sink = runner.evalq_source = None
@@ -113,20 +115,26 @@ class EngineProbe(KvProbe):
         runner.evalq_sink = HiddenSink(Path(folder), layout) if runner.evalq_keeps else None
         return head_hash(runner.model)
 
-    def evalq_compare_hidden(self, folder: str, layout: Layout, heads: list[str], checkpoint: str) -> str:
+    def evalq_head_hash(self) -> str:
+        """Hash of this rank's output head; "" when it has none that can be hashed."""
+        return head_hash(self.model_runner.model)
+
+    def evalq_compare_hidden(self, folder: str, layout: Layout, same_head: bool, checkpoint: str) -> str:
         """From now on, compare with the baseline's hidden states; returns "" or why this cannot be done.
 
-        heads: hash of the baseline's output head on each rank; checkpoint: where that head can be read when it is another.
+        same_head: on every rank the output head is the baseline's; checkpoint: where that head can be read when it is another.
         """
         runner = self.model_runner
-        rank = int(getattr(self, "rank", 0))
         head = None
-        if rank >= len(heads) or not heads[rank] or head_hash(runner.model) != heads[rank]:
+        if not same_head:
             head = load_head(Path(checkpoint), getattr(torch, layout.dtype), runner.device) if checkpoint else None
             if head is None:
                 return (
                     f"the baseline's output head differs from this one's and is not in {checkpoint or 'any checkpoint'}"
                 )
+            words = int(runner.model_config.get_vocab_size())
+            if head.shape[0] < words:
+                return f"the baseline's output head has {head.shape[0]} words, this one's {words}"
         runner.evalq_source = HiddenSource(Path(folder), layout, head)
         return ""
 

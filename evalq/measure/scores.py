@@ -122,7 +122,8 @@ def waves(requests: Sequence[ScoreRequest], block: int) -> list[list[int]]:
 
     What a request finds in the cache is not computed again, so it has no row there: two endings that begin alike up to the end of a
     block go into different waves, and no wave reads what another left. Beginnings that end before the scored part are shared within
-    a wave.
+    a wave. (A request whose scored part begins later may still leave a block that another looks for: then its rows are missing, and
+    Engine.score computes it again without the cache.)
     """
     found: list[list[int]] = [[]]
     seen: dict[tuple[int, ...], int] = {}

@@ -223,6 +223,62 @@ def test_scores_that_stay_away_are_an_error_not_a_short_answer(monkeypatch: pyte
         engine_on(llm, monkeypatch).score(REQUESTS)
 
 
+def test_a_score_that_is_no_number_is_an_error_and_minus_infinity_is_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy's argmax takes NaN for the largest: a model that overflows would answer questions."""
+    for value, fails in ((np.nan, True), (-np.inf, False)):
+        llm = Llm(Core())
+        real = llm._scores
+
+        def scores(value: float = value, real: Any = real) -> dict[str, np.ndarray]:
+            rows = real()
+            if rows:
+                rows["logprob"][-1] = value
+            return rows
+
+        llm._scores = scores  # type: ignore[method-assign]
+        engine = engine_on(llm, monkeypatch)
+        if not fails:
+            assert sum(np.isinf(r.logprobs).sum() for r in engine.score(REQUESTS)) == 1
+            continue
+        with pytest.raises(MeasurementError, match=r"not numbers \(NaN\) in 1 of 3 sequences") as caught:
+            engine.score(REQUESTS)
+        assert caught.value.kind == "engine"
+
+
+def test_a_refused_request_takes_those_before_it_out_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = Core()
+    engine = engine_on(Llm(core), monkeypatch)
+    add, aborted = core.add_request, []
+
+    def refusing(name: str, prompt: dict[str, Any], params: Any) -> None:
+        if prompt["prompt_token_ids"] == REQUESTS[1].ids:
+            raise ValueError("too long")
+        add(name, prompt, params)
+
+    core.add_request = refusing  # type: ignore[method-assign]
+    core.abort_request = aborted.extend  # type: ignore[attr-defined]
+    with pytest.raises(MeasurementError, match="too long"):
+        engine.score(REQUESTS)
+    assert len(aborted) == 1
+
+
+def test_baseline_states_are_compared_with_one_head_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a head split over two ranks, one of which differs, both read the baseline's."""
+    llm = Llm(Core())
+    engine = engine_on(llm, monkeypatch)
+    asked: list[Any] = []
+
+    def answer(name: str, args: tuple[Any, ...] = ()) -> list[str]:
+        asked.append((name, args))
+        return ["a", "c"] if name == "evalq_head_hash" else ["", ""]
+
+    llm.collective_rpc = answer  # type: ignore[method-assign,assignment]
+    use = SimpleNamespace(folder="f", layout="l")
+    assert engine.compare_hidden(use, ["a", "b"], None) == ""  # type: ignore[arg-type]
+    assert engine.compare_hidden(use, ["a", "c"], None) == ""  # type: ignore[arg-type]
+    assert [args[2] for name, args in asked if name == "evalq_compare_hidden"] == [False, True]
+
+
 def test_engine_that_runs_out_of_memory_while_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
     """b1."""
     with pytest.raises(MeasurementError) as caught:

@@ -269,6 +269,14 @@ def test_engine_of_another_build_is_refused_with_a_reason() -> None:
     assert "has no _get_prompt_logprobs_dict, input_batch, query_start_loc, model, model_config" in answer
 
 
+def test_a_model_that_does_not_say_how_many_words_it_has_is_refused() -> None:
+    runner: Any = Runner([ScoreRequest([1, 2, 3], 1)])
+    runner.query_start_loc, runner.input_batch = None, None
+    setattr(runner, probe.HOOKED, lambda hidden, scheduled: None)
+    runner.model_config = SimpleNamespace(get_vocab_size=lambda: 0)
+    assert "how many words" in EngineProbe.evalq_install_scorer(SimpleNamespace(model_runner=runner))  # type: ignore[arg-type]
+
+
 def test_public_logprobs_are_read_by_token_and_rank() -> None:
     def entry(*pairs: tuple[int, float, int]) -> dict[int, Any]:
         return {token: SimpleNamespace(logprob=value, rank=rank) for token, value, rank in pairs}

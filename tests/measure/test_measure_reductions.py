@@ -46,6 +46,14 @@ torch.testing.assert_close(base_entropy.double(), torch.special.entr(p.exp()).su
 torch.testing.assert_close(own_entropy.double(), torch.special.entr(q.exp()).sum(-1), atol=3e-6, rtol=0)
 a[1, 4] = torch.nan
 assert kernels.score(a, torch.tensor([6000, 8000]))[0].isnan().tolist() == [False, True]
+for found in kernels.compare(a, b)[:3] + kernels.compare(b, a)[:2]:
+    assert found.isnan().tolist() == [False, True], found
+far = torch.zeros(1, 9001)
+far[0, 9000] = 200.0  # what was likely so far is forgotten beside it, also where the other model ruled it out
+ruled_out = far.clone()
+ruled_out[0, 3], ruled_out[0, 9000] = -torch.inf, 1.0
+forward = kernels.compare(far, ruled_out)[0]
+torch.testing.assert_close(forward.double(), -ruled_out.double().log_softmax(-1)[:, 9000], atol=1e-5, rtol=0)
 print("equal")
 """
 
