@@ -274,9 +274,8 @@ class Engine:
     def compare_hidden(self, use: HiddenUse, heads: list[str], checkpoint: Path | None) -> str:
         """Open the baseline's store for comparing; returns "" or why exact divergence cannot be had."""
         own = list(self._llm.collective_rpc("evalq_head_hash"))
-        same = own == heads and all(
-            own
-        )  # one answer for all ranks: with a head split over them, all or none compute it together
+        # One answer for all ranks: with a head split over them, all or none compute it together.
+        same = own == heads and all(own)
         arguments = (str(use.folder), use.layout, same, str(checkpoint or ""))
         return next(
             (answer for answer in self._llm.collective_rpc("evalq_compare_hidden", args=arguments) if answer), ""

@@ -80,9 +80,7 @@ class Portion:
     """Requests, by number, that are scored together, with no other request in the engine."""
 
     numbers: list[int]
-    waves: (
-        list[int] | None
-    )  # the wave of each: a request reads from the cache what its own wave left there; None = nothing is read
+    waves: list[int] | None  # of each: it reads from the cache what its own wave left there; None = nothing is read
 
 
 def portions(requests: Sequence[ScoreRequest], most_tokens: int, block: int | None) -> list[Portion]:
