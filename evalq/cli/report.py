@@ -51,10 +51,12 @@ def main(argv: list[str]) -> int:
     from evalq.report.page.draw import INSTALL, can_draw
     from evalq.report.page.html import page_html
     from evalq.report.page.markdown import page_markdown
+    from evalq.report.progress import watcher
     from evalq.study.build import build_study
 
     folders = find_folders(arguments.what, records_root(arguments.records))
-    view = build_study(folders, arguments.title, arguments.command, arguments.policy, arguments.judge)
+    with watcher(True) as shown:
+        view = build_study(folders, arguments.title, arguments.command, arguments.policy, arguments.judge, shown)
     page = study_page(view)
     out = Path(arguments.out)
     write_text(out / PAGE, page_html(page))

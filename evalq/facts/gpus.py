@@ -59,6 +59,10 @@ class GpuFacts:
     def can(self, capability: str) -> bool:
         return capability in self.capabilities
 
+    def counted(self, count: int) -> str:
+        """In words: "1 GPU", "8 GPUs", "1 CPU"."""
+        return f"{count} {'CPU' if self.vendor == 'cpu' else 'GPU'}{'' if count == 1 else 's'}"
+
 
 _AMPERE = frozenset({"bf16", "fp8_weight_only", "fp8_kv_e5m2", "int8_matmul", "int4_weights", "w8a16"})
 _ADA = _AMPERE | {"fp8_weights", "fp8_kv"}

@@ -80,4 +80,5 @@ def _mixed_claims() -> list[Claim]:
 
 
 def _gpus_of(answer: Answer, what: str) -> str:
-    return f"{what}: {answer.smallest_tp or 'more than 64'} GPU(s)"
+    enough = answer.smallest_tp
+    return f"{what}: {'more than 64 GPUs' if enough is None else answer.gpu_facts.counted(enough)}"

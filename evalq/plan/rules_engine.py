@@ -23,10 +23,11 @@ def check_memory(look: Look) -> Iterator[Violation]:
     if look.gpu.vendor != "cpu" and settings.memory_utilization > UTILISATION:
         yield broken(RULES["utilisation-high"], f"gpu.memory_utilization={settings.memory_utilization}")
     if memory.budget is not None and memory.kv_pool <= 0:
+        each = ("each of " if settings.gpus > 1 else "") + look.gpu.counted(settings.gpus)
         yield broken(
             RULES["weights-fit"],
             f"weights and workspace take {memory.fixed / GIB:.1f} GiB of the {memory.budget / GIB:.1f} GiB that "
-            f"{look.gpu.title} gives at utilisation {settings.memory_utilization} on each of {settings.gpus} GPU(s)",
+            f"{look.gpu.title} gives at utilisation {settings.memory_utilization} on {each}",
         )
         return
     tp, step = settings.tensor_parallel_size, settings.max_num_batched_tokens

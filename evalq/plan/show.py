@@ -44,7 +44,7 @@ def _title(answer: Answer) -> str:
     )
     lines = [
         f"{answer.model} x {answer.quant} x {answer.gpu}: {'feasible' if answer.feasible else 'REFUSED'} "
-        f"on {answer.gpus} GPU(s), TP {settings.tensor_parallel_size}, PP {settings.pipeline_parallel_size}",
+        f"on {answer.gpu_facts.counted(answer.gpus)}, TP {settings.tensor_parallel_size}, PP {settings.pipeline_parallel_size}",
         f"  parameters  {facts.parameters():,}: {parts}",
         f"  attention   {facts.attention}, {facts.num_layers} layers, {heads}",
     ]
@@ -76,6 +76,8 @@ def _ledger(answer: Answer) -> str:
 
 def _capacity(answer: Answer) -> str:
     settings = answer.settings
+    smallest = answer.smallest_tp
+    enough = "more than 64 GPUs" if smallest is None else answer.gpu_facts.counted(smallest)
     lines = [
         "Capacity",
         f"  KV per token         {answer.kv_bytes_per_token:,} B on all GPUs ({settings.kv_cache_dtype})",
@@ -83,7 +85,7 @@ def _capacity(answer: Answer) -> str:
         f"  largest context      {answer.largest_context:,} tokens, one request alone",
         f"  largest concurrency  {answer.largest_concurrency:,} requests of {answer.context:,} tokens in the pool; "
         f"the scheduler takes max_num_seqs={settings.max_num_seqs:,}",
-        f"  smallest TP          {answer.smallest_tp or 'more than 64'} GPU(s) hold weights and the KV asked for",
+        f"  smallest TP          {enough} for the weights and the KV asked for",
     ]
     if answer.kv_bytes_asked is not None:
         fits = "fits" if answer.largest_concurrency >= (answer.concurrency or 0) else "does NOT fit"

@@ -56,6 +56,8 @@ class Outcome:
     final_documents: int
     looks: list[int]
     final: list[Proof]
+    final_number: int  # which series of last verdicts on any of the kept documents, from 1; 0 without one
+    final_confidence: float | None  # of its intervals: stricter for every further series (evalq.judge.repeated)
     tried: list[Tried]
     left_out: dict[str, str]  # option -> why it was no choice
     engine_seconds: float  # measured in this run; stored records cost nothing
@@ -159,6 +161,7 @@ def markdown(outcome: Outcome, heat: dict[str, Any]) -> str:
         f"Search: {outcome.search_documents} documents, looks {outcome.looks}; final verdict: the next "
         f"{outcome.final_documents} documents, which no step of the search has scored.",
         *(f"Final: {proof.summary}" for proof in outcome.final),
+        *_how_final(outcome),
         f"Engine: {hours:.3f} hours; a grid of every option for every kind of group ({outcome.grid_cells} cells on all these "
         f"documents) would take {grid:.1f} hours. Sensitivity: {outcome.sensitivity_seconds:.0f} s.",
         f"Allocations are within {outcome.solver_gap:.2%} of the best that the model of adding damages allows.",
@@ -179,6 +182,19 @@ def markdown(outcome: Outcome, heat: dict[str, Any]) -> str:
             cells = ["-" if value is None else f"{value:.2e}" for value in row]
             lines.append(f"| {layer if layer >= 0 else 'outside'} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _how_final(outcome: Outcome) -> list[str]:
+    """At which confidence the last verdicts were given, and why."""
+    if outcome.final_confidence is None:
+        return []
+    text = f"Confidence of the last verdicts: {100 * outcome.final_confidence:g} %"
+    if outcome.final_number == 1:
+        return [f"{text}; a fifth of the gate's error rate is left for further searches on these documents."]
+    return [
+        f"{text}: this is series {outcome.final_number} of last verdicts on documents of this set, and all of them together have "
+        "the gate's error rate. Other documents (tasks.perplexity_from, another data set) have all of it."
+    ]
 
 
 def _row(one: Tried) -> str:

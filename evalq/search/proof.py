@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from evalq.config import QuantConfig, RunConfig, parse_share
+from evalq.config import QuantConfig, RunConfig, config_hash, parse_share
 from evalq.errors import ConfigError, EvalqError, InfeasibleError, MeasurementError
+from evalq.judge.repeated import confidence_at
 from evalq.measure import data
 from evalq.measure.documents import text_of
 from evalq.measure.launch import WORKER
-from evalq.pipeline import Measured, as_baseline, baseline_scheme, judge_cell, measure, prepare
+from evalq.pipeline import Measured, Prepared, as_baseline, baseline_scheme, judge_cell, measure, prepare
 from evalq.records import Estimate, Verdict
 from evalq.report.progress import QuietWatcher
+from evalq.search.kept import UNKNOWN, KeptDocuments, Series, text_hash
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Split:
     search: int
     final: int
     looks: tuple[int, ...]
+    kept: tuple[str, ...] = ()  # hashes of the texts for the last verdict
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def split_documents(config: RunConfig) -> Split:
     looks = list(config.search.looks) or [max(least, search // 3), max(least, 2 * search // 3), search]
     if looks[-1] != search or (sorted(set(looks)) != looks and config.search.looks):
         raise ConfigError(f"search.looks={looks} must rise and end at {search}, the documents of the search")
-    return Split(search, final, tuple(sorted(set(looks))))
+    return Split(search, final, tuple(sorted(set(looks))), tuple(map(text_hash, texts[search:count])))
 
 
 @dataclass
@@ -105,22 +108,48 @@ class Bench:
         assert proof is not None  # a split has a look
         return proof
 
-    def verdict(self, quant: QuantConfig) -> tuple[Proof, Verdict | None]:
-        """Judge on the kept documents, with every task and the gate of the config."""
+    def final_config(self, quant: QuantConfig) -> RunConfig:
+        """The cell of a last verdict: the kept documents, every task, the gate of the config."""
         gate = dataclasses.replace(self.config.gate, looks=[], extend=False)
         first = self.config.tasks.perplexity_from + self.split.search
         tasks = dataclasses.replace(
             self.config.tasks, perplexity_from=first, perplexity_limit=self.split.final, keep_tokens=False
         )
-        config = dataclasses.replace(self.config, quant=quant, gate=gate, tasks=tasks)
-        found: list[Verdict] = []
-        proof = self._judge(config, self.split.final, found)
-        return proof, found[0] if found else None
+        return dataclasses.replace(self.config, quant=quant, gate=gate, tasks=tasks)
 
-    def _judge(self, config: RunConfig, documents: int, found: list[Verdict] | None = None) -> Proof:
-        """Measure baseline and candidate (or take their stored records), and judge.
+    def candidate_key(self, quant: QuantConfig) -> str:
+        """The same for the same checkpoint and settings, whatever a search called it."""
+        return config_hash(self.final_config(dataclasses.replace(quant, name="")))
 
-        Errors: EvalqError when the baseline fails; a candidate that cannot run did not pass.
+    def verdict(self, quant: QuantConfig, kept: KeptDocuments, series: Series) -> tuple[Proof, Verdict | None]:
+        """Judge on the kept documents, at the level that is the series'; noted before it is made and when it is made."""
+        config = self.final_config(quant)
+        name = self.candidate_key(quant)
+        try:
+            cell, baseline, candidate = self._measure_pair(config, self.split.final)
+        except _RefusedError as refused:
+            kept.note(series, name, "FAILED")
+            return refused.proof, None
+        kept.note(series, name, UNKNOWN)
+        confidence = confidence_at(config.gate.confidence, kept.level_of(series, name))
+        gate = dataclasses.replace(cell.config.gate, confidence=confidence)
+        held = dataclasses.replace(cell, config=dataclasses.replace(cell.config, gate=gate))
+        verdict = judge_cell(held, baseline, candidate)
+        kept.note(series, name, verdict.status)
+        return _proof(verdict, candidate, self.split.final), verdict
+
+    def _judge(self, config: RunConfig, documents: int) -> Proof:
+        """Errors: EvalqError when the baseline fails; a candidate that cannot run did not pass."""
+        try:
+            cell, baseline, candidate = self._measure_pair(config, documents)
+            return _proof(judge_cell(cell, baseline, candidate), candidate, documents)
+        except _RefusedError as refused:
+            return refused.proof
+
+    def _measure_pair(self, config: RunConfig, documents: int) -> tuple[Prepared, Measured, Measured]:
+        """Measure baseline and candidate, or take their stored records.
+
+        Errors: _RefusedError for a candidate that cannot run; EvalqError when the baseline fails.
         """
         yardstick = as_baseline(prepare(dataclasses.replace(config, quant=baseline_scheme(config))))
         self.watcher.cell(yardstick.name)
@@ -129,16 +158,13 @@ class Bench:
             cell = prepare(config)
             self.watcher.cell(cell.name)
             candidate = self._measure(measure(cell, self.watcher, self.command, reuse=True), documents)
-            verdict = judge_cell(cell, baseline, candidate)
         except MeasurementError as error:
             if error.kind not in ("unsupported", "engine", "no_kv_room", "oom"):
                 raise  # a full disk or an interruption says nothing about the candidate
-            return _failed(error)
+            raise _RefusedError(error) from error
         except (ConfigError, InfeasibleError) as error:
-            return _failed(error)
-        if found is not None:
-            found.append(verdict)
-        return _proof(verdict, candidate, documents)
+            raise _RefusedError(error) from error
+        return cell, baseline, candidate
 
     def _measure(self, measured: Measured, documents: int) -> Measured:
         if measured.reused:
@@ -151,8 +177,12 @@ class Bench:
         return measured
 
 
-def _failed(error: EvalqError) -> Proof:
-    return Proof("FAILED", False, str(error), None, 0, None, None, None, str(error))
+class _RefusedError(Exception):
+    """A candidate that cannot run."""
+
+    def __init__(self, error: EvalqError) -> None:
+        super().__init__(str(error))
+        self.proof = Proof("FAILED", False, str(error), None, 0, None, None, None, str(error))
 
 
 def _proof(verdict: Verdict, candidate: Measured, documents: int) -> Proof:

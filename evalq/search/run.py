@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from evalq.config import QuantConfig, RunConfig
+from evalq.config import GateConfig, QuantConfig, RunConfig
 from evalq.errors import EXIT_INCONCLUSIVE, EXIT_MEASUREMENT, EXIT_QUALITY_FAIL, ConfigError
 from evalq.facts.gpus import GpuFacts, gpu_facts
 from evalq.facts.models import facts_of
 from evalq.facts.options import OPTIONS, SIXTEEN_BIT, Option, options_of
-from evalq.judge.policy import checked_policy
+from evalq.judge.policy import checked_policy, flat_policy
+from evalq.judge.repeated import confidence_at
 from evalq.measure.launch import WORKER
 from evalq.pipeline import Prepared, baseline_scheme, calibration_windows, prepare, source_folder
 from evalq.plan.allocation import Choice
@@ -34,6 +36,7 @@ from evalq.search.candidates import (
     unit_bytes,
     unit_seconds,
 )
+from evalq.search.kept import kept_documents, read_series
 from evalq.search.outcome import Outcome, Tried, remove_outcome, with_front, write_outcome
 from evalq.search.proof import Bench, Proof, split_documents
 
@@ -54,6 +57,7 @@ class State:
     table: list[list[Choice]]
     base: QuantConfig
     bench: Bench
+    kept_file: Path  # notes of the last verdicts on this model and device
     gap: float = 0.0
     tried: list[Tried] = field(default_factory=list)
     proofs: dict[str, Proof] = field(default_factory=dict)
@@ -94,9 +98,9 @@ def search(
     rungs = _rungs(state, smallest_uniform)
     passing = [*_bisect(state, rungs), *([smallest_uniform] if smallest_uniform else [])]
     passing = _with_kv(state, passing)
-    best, final, exit_code, status = _final(state, final_order(passing, rungs, state.proofs))
-    outcome = _outcome(state, best, final, exit_code, status, smallest_uniform)
-    write_outcome(folder, outcome, best.quant if best else None, state.units, state.damages)
+    last = _final(state, final_order(passing, rungs, state.proofs))
+    outcome = _outcome(state, last, smallest_uniform)
+    write_outcome(folder, outcome, last.best.quant if last.best else None, state.units, state.damages)
     return outcome, folder
 
 
@@ -113,13 +117,26 @@ def _prepare(config: RunConfig, watcher: QuietWatcher, command: Sequence[str]) -
     options, left_out = options_of(config.search.options, gpu, config.search.method)
     watcher.cell(f"{config.model.name} search")
     source = source_folder(cell, watcher)
+    kept_file = kept_place(cell, weights_hash(source))
+    read_series(kept_file)  # damaged notes are found now, not after the search
     units = units_of(check_folder(source).values(), IGNORE)
     if not units:
         raise ConfigError(f"{source} has no layer that could be quantised; give a dense or mixture-of-experts model")
     damages = _sensitivity(cell, source, units, options, watcher)
     costs = _costs(cell.config, units, options, gpu)
     table = choices(units, options, damages, costs)
-    return State(cell, gpu, units, options, left_out, damages, table, base, bench)
+    return State(cell, gpu, units, options, left_out, damages, table, base, bench, kept_file)
+
+
+def kept_place(cell: Prepared, weights: str) -> Path:
+    """Where the last verdicts of a model (by its weights) on a device are noted."""
+    named = hashlib.sha256(f"{weights} {cell.device}".encode()).hexdigest()[:16]
+    return cell.places.root / "search" / "kept" / f"{cell.config.model.name}-{named}.json"
+
+
+def gate_hash(gate: GateConfig) -> str:
+    """Which rules a verdict was by."""
+    return hashlib.sha256(json.dumps(flat_policy(gate), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _sensitivity(
@@ -237,20 +254,40 @@ def final_order(passing: list[Candidate], rungs: list[Candidate], proofs: dict[s
     return [*reversed(passing[:2]), *sorted(warned, key=lambda one: -one.cost)]
 
 
-def _final(state: State, order: list[Candidate]) -> tuple[Candidate | None, list[Proof], int, str]:
-    """Judge on documents that nothing has seen, candidate after candidate while each passes; the last that did is the answer."""
+@dataclass
+class Last:
+    """What the last verdicts said. `best`: the last of the order that passed."""
+
+    exit_code: int
+    status: str
     best: Candidate | None = None
-    proofs: list[Proof] = []
-    exit_code, status = _without_a_pass(state.tried)
-    for one in order:
-        state.bench.watcher.say(f"final verdict of {one.name} on {state.bench.split.final} documents kept for it")
-        proof, verdict = state.bench.verdict(one.quant)
-        proofs.append(proof)
-        found = (verdict.exit_code, verdict.status) if verdict else (EXIT_MEASUREMENT, proof.status)
-        if found != (0, PASS_STATUS):
-            return (best, proofs, exit_code, status) if best else (None, proofs, *found)
-        best, (exit_code, status) = one, found
-    return best, proofs, exit_code, status
+    proofs: list[Proof] = field(default_factory=list)
+    number: int = 0  # which series of last verdicts on these documents, from 1
+    confidence: float | None = None  # of their intervals
+
+
+def _final(state: State, order: list[Candidate]) -> Last:
+    """Judge on documents that nothing has seen, candidate after candidate while each passes; the last that did is the answer."""
+    bench = state.bench
+    last = Last(*_without_a_pass(state.tried))
+    if not order:
+        return last
+    with kept_documents(state.kept_file.parent, state.kept_file.stem, bench.watcher.progress) as kept:
+        keys = [bench.candidate_key(one.quant) for one in order]
+        series = kept.open(keys, bench.split.kept, gate_hash(state.config.gate))
+        last.number = kept.number(series)
+        last.confidence = confidence_at(state.config.gate.confidence, series.level)
+        for one in order:
+            bench.watcher.say(f"final verdict of {one.name} on {bench.split.final} documents kept for it")
+            proof, verdict = bench.verdict(one.quant, kept, series)
+            last.proofs.append(proof)
+            found = (verdict.exit_code, verdict.status) if verdict else (EXIT_MEASUREMENT, proof.status)
+            if found != (0, PASS_STATUS):
+                if last.best is None:
+                    last.exit_code, last.status = found
+                return last
+            last.best, (last.exit_code, last.status) = one, found
+    return last
 
 
 def _without_a_pass(tried: Sequence[Tried]) -> tuple[int, str]:
@@ -263,23 +300,17 @@ def _without_a_pass(tried: Sequence[Tried]) -> tuple[int, str]:
     return EXIT_QUALITY_FAIL, "FAIL"
 
 
-def _outcome(
-    state: State,
-    best: Candidate | None,
-    final: list[Proof],
-    exit_code: int,
-    status: str,
-    smallest_uniform: Candidate | None,
-) -> Outcome:
+def _outcome(state: State, last: Last, smallest_uniform: Candidate | None) -> Outcome:
     bench, config = state.bench, state.config
+    best, final = last.best, last.proofs
     size = state.model_bytes(best.quant) if best else None
     base_size = state.model_bytes(baseline_scheme(config))
     summary = "no candidate passed on the search's documents" if not final else final[-1].summary
-    if not final and exit_code == EXIT_MEASUREMENT:
+    if not final and last.exit_code == EXIT_MEASUREMENT:
         summary = f"no candidate could be measured; the first: {state.tried[0].proof.summary}"
     if best is not None and size is not None:
-        last = [proof for proof in final if proof.status == PASS_STATUS][-1]
-        summary = f"{best.name}: {size / base_size:.1%} of the baseline's weight bytes; {last.summary}"
+        passed = [proof for proof in final if proof.status == PASS_STATUS][-1]
+        summary = f"{best.name}: {size / base_size:.1%} of the baseline's weight bytes; {passed.summary}"
     kinds = len({unit.kind for unit in state.units})
     cells = (len(state.options) + 1) ** kinds
     return Outcome(
@@ -287,8 +318,8 @@ def _outcome(
         gpu=config.gpu.name,
         objective=config.search.objective,
         method=config.search.method,
-        status=status,
-        exit_code=exit_code,
+        status=last.status,
+        exit_code=last.exit_code,
         summary=summary,
         best=best.name if best else None,
         best_weight_bytes=size,
@@ -299,6 +330,8 @@ def _outcome(
         final_documents=bench.split.final,
         looks=list(bench.split.looks),
         final=final,
+        final_number=last.number,
+        final_confidence=last.confidence,
         tried=with_front(state.tried),
         left_out=state.left_out,
         engine_seconds=round(bench.engine_seconds, 1),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import yaml
@@ -20,6 +21,7 @@ from evalq.judge.multiplicity import holm_fails
 from evalq.judge.policy import read_policy
 from evalq.records import Estimate, Record, Verdict, read_table
 from evalq.report.page.view import Candidate, Causes, Group, StudyView
+from evalq.report.progress import QuietWatcher
 from evalq.study.cache import cache_of
 from evalq.study.causes import find_causes
 from evalq.study.claims import claims_of
@@ -28,16 +30,28 @@ from evalq.study.tradeoff import placed_cells, recommendation
 
 
 def build_study(
-    folders: Sequence[Path], title: str | None = None, command: str = "", policy: str = "default", anew: bool = False
+    folders: Sequence[Path],
+    title: str | None = None,
+    command: str = "",
+    policy: str = "default",
+    anew: bool = False,
+    watcher: QuietWatcher | None = None,
 ) -> StudyView:
-    """The view of all records in `folders`. `anew`: judge again even where a verdict is kept.
+    """The view of all records in `folders`. `anew`: judge again even where a verdict is kept. `watcher` sees schemes done.
 
     Errors: RecordError when there is no record; ConfigError for the policy.
     """
     notes: list[str] = []
     gate = read_policy(policy)
     bundles = bundle(read_all(folders, notes), notes)
-    groups = [_group(home, gate, anew, notes) for home in bundles]
+    total, shown = sum(len(home.candidates) for home in bundles), watcher or QuietWatcher()
+    shown.stage("report", f"comparing {total} scheme{'s' if total != 1 else ''} with their baselines")
+    counter = itertools.count(1)
+
+    def told() -> None:
+        shown.progress(next(counter), total, "schemes")
+
+    groups = [_group(home, gate, anew, notes, told) for home in bundles]
     made = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return StudyView(title or _title(groups), groups, command, list(dict.fromkeys(notes)), made)
 
@@ -48,14 +62,14 @@ def _title(groups: Sequence[Group]) -> str:
     return f"{', '.join(names)}: {count} scheme{'s' if count != 1 else ''}"
 
 
-def _group(home: Bundle, gate: GateConfig, anew: bool, notes: list[str]) -> Group:
+def _group(home: Bundle, gate: GateConfig, anew: bool, notes: list[str], told: Callable[[], None]) -> Group:
     floor = _floor(home, gate, notes)
     found = [_judged(one, home.baseline, gate, floor, anew, notes) for one in home.candidates]
     corrected = holm_fails([verdict for _, verdict in found])
-    candidates = [
-        dataclasses.replace(_candidate(one, home.baseline, verdict), p_holm=p)
-        for (one, verdict), p in zip(found, corrected, strict=True)
-    ]
+    candidates = []
+    for (one, verdict), p in zip(found, corrected, strict=True):
+        candidates.append(dataclasses.replace(_candidate(one, home.baseline, verdict), p_holm=p))
+        told()
     shown = home.baseline or home.candidates[0]
     cell = shown.record.cell
     group = Group(

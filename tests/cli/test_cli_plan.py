@@ -20,7 +20,7 @@ def test_one_cell(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["+model=llama3.1-405b", "+quant=fp8-weights-kv", "+gpu=mi325x"]
     assert main([*overrides, "--context", "32768", "--concurrency", "1000"]) == 0
     text = capsys.readouterr().out
-    assert "feasible on 8 GPU(s), TP 8" in text
+    assert "feasible on 8 GPUs, TP 8" in text
     assert "258,048 B on all GPUs" in text
     assert "1,000 requests" in text
 

@@ -18,7 +18,7 @@ from stub_worker import in_process, plan_command, starts
 from evalq import pipeline
 from evalq.cli import search as cli
 from evalq.config import GateConfig, QuantConfig, RunConfig, config_hash
-from evalq.errors import ConfigError, MeasurementError
+from evalq.errors import ConfigError, MeasurementError, RecordError
 from evalq.facts.gpus import gpu_facts
 from evalq.facts.options import OPTIONS
 from evalq.records import Estimate, read_record
@@ -26,9 +26,10 @@ from evalq.report.progress import QuietWatcher
 from evalq.search import run as run_module
 from evalq.search import search
 from evalq.search.candidates import Candidate
+from evalq.search.kept import KeptDocuments, Series, kept_documents, read_series
 from evalq.search.outcome import Tried, with_front
 from evalq.search.proof import Bench, Proof, split_documents
-from evalq.search.run import _final, final_order
+from evalq.search.run import Last, _final, final_order
 
 PASS_NAMES = ("PASS", "FAIL")
 
@@ -52,10 +53,11 @@ class Simulated(Bench):
         self.score_seconds.append((30.0, self.split.search))
         return self._answer(quant)
 
-    def verdict(self, quant: QuantConfig) -> Any:
+    def verdict(self, quant: QuantConfig, kept: KeptDocuments, series: Series) -> Any:
         from evalq.judge.gate import no_verdict
 
         answer = self._answer(quant, Simulated.final_factor)
+        kept.note(series, self.candidate_key(quant), answer.status)
         exit_code = 0 if answer.passed else 1
         verdict = dataclasses.replace(no_verdict(["x"], self.config.gate), status=answer.status, exit_code=exit_code)
         return answer, verdict
@@ -82,8 +84,9 @@ def simulated(monkeypatch: pytest.MonkeyPatch, cell_config: Any) -> Callable[...
         bench = Simulated(config, split_documents(config), watcher, command)
         cell = pipeline.prepare(dataclasses.replace(config, quant=pipeline.baseline_scheme(config)))
         options = [OPTIONS[name] for name in ("int8", "int4_g32", "int4_g64", "int4_g128")]
+        kept = run_module.kept_place(cell, "weights")
         base = QuantConfig(name="base", kv_cache_dtype="bfloat16", ignore=["lm_head"])
-        return run_module.State(cell, gpu_facts("cpu"), UNITS, options, {"fp8": "no"}, damages, rows, base, bench)
+        return run_module.State(cell, gpu_facts("cpu"), UNITS, options, {"fp8": "no"}, damages, rows, base, bench, kept)
 
     monkeypatch.setattr(candidates, "RUNGS", 14)
     monkeypatch.setattr(run_module, "candidate", noted)
@@ -158,28 +161,32 @@ def test_last_verdicts_go_from_gentle_to_small_and_warned_ones_come_last() -> No
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 3, 9])
-def test_the_last_that_passed_in_the_order_is_the_answer(fails_at: int) -> None:
+def test_the_last_that_passed_in_the_order_is_the_answer(fails_at: int, tmp_path: Path) -> None:
     from evalq.judge.gate import no_verdict
 
     order = [named(f"found-{i}", i) for i in (4, 3, 2, 1)]
     asked: list[str] = []
 
-    class Last:
-        split = SimpleNamespace(final=30)
+    class Judge:
+        split = SimpleNamespace(final=30, kept=("one", "two"))
         watcher = QuietWatcher()
 
-        def verdict(self, quant: QuantConfig) -> Any:
+        def candidate_key(self, quant: QuantConfig) -> str:
+            return quant.name
+
+        def verdict(self, quant: QuantConfig, kept: KeptDocuments, series: Series) -> Any:
             asked.append(quant.name)
             passed = len(asked) != fails_at
             status, code = ("PASS", 0) if passed else ("INCONCLUSIVE", 3)
             return said(status), dataclasses.replace(no_verdict(["x"], GateConfig()), status=status, exit_code=code)
 
-    state = SimpleNamespace(bench=Last(), tried=[])
-    found, proofs, code, status = _final(state, order)  # type: ignore[arg-type]
+    config = SimpleNamespace(gate=GateConfig())
+    state = SimpleNamespace(bench=Judge(), tried=[], config=config, kept_file=tmp_path / "kept.json")
+    found: Last = _final(state, order)  # type: ignore[arg-type]
     names = {1: None, 2: "found-4", 3: "found-3", 9: "found-1"}
-    assert (found.name if found else None) == names[fails_at]
-    assert len(asked) == len(proofs) == min(fails_at, 4)
-    assert (code, status) == ((0, "PASS") if found else (3, "INCONCLUSIVE"))
+    assert (found.best.name if found.best else None) == names[fails_at]
+    assert len(asked) == len(found.proofs) == min(fails_at, 4)
+    assert (found.exit_code, found.status) == ((0, "PASS") if found.best else (3, "INCONCLUSIVE"))
 
 
 @pytest.mark.parametrize(
@@ -231,8 +238,12 @@ def test_the_bench_looks_in_turn_and_keeps_the_last_documents(
     bench.prove(config.quant)
     assert starts(tmp_path / "stub") == ["baseline", "w4a16"]  # both records are used again
     assert bench.reused == 2
-    _, verdict = bench.verdict(config.quant)
+    with kept_documents(tmp_path, "kept") as notes:
+        series = notes.open([bench.candidate_key(config.quant)], bench.split.kept, "policy")
+        _, verdict = bench.verdict(config.quant, notes, series)
     assert verdict is not None
+    assert verdict.policy["confidence"] == pytest.approx(0.96)  # the first series has 0.8 of the error rate
+    assert [list(one.verdicts.values()) for one in read_series(tmp_path / "kept.json")] == [["FAIL"]]
     kept = [
         yaml.safe_load((folder / "config.yaml").read_text())
         for folder in (tmp_path / "root" / "records").iterdir()
@@ -318,3 +329,32 @@ def test_a_text_on_both_sides_of_the_split_is_refused(cell_config: Any, tmp_path
     file.write_text("".join(json.dumps({"page": text}) + "\n" for text in texts * 2), encoding="utf-8")
     with pytest.raises(ConfigError, match="33 of the 33 documents kept for the last verdict are the same text"):
         split_documents(cell_config("baseline", "data=embedded", f"data.perplexity_file={file}"))
+
+
+def test_a_second_search_on_the_same_kept_documents_is_held_to_more_and_the_same_search_is_not(
+    simulated: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    def last(*overrides: str) -> tuple[int, float | None]:
+        outcome, folder = search(simulated(*overrides), QuietWatcher(), tmp_path / "out")
+        assert f"{100 * (outcome.final_confidence or 0):g} %" in (folder / "search.md").read_text()
+        return outcome.final_number, outcome.final_confidence
+
+    Simulated.final_factor = 50.0  # every last verdict fails
+    assert last() == (1, pytest.approx(0.96))
+    assert last() == (1, pytest.approx(0.96))
+    assert last("engine.seed=7") == (2, pytest.approx(0.995))
+    assert last() == (1, pytest.approx(0.96))
+    assert last("engine.seed=8") == (3, pytest.approx(0.9975))
+
+
+def test_damaged_notes_of_last_verdicts_are_found_before_the_search_begins(
+    cell_config: Any, no_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = cell_config("baseline", "tasks=perplexity", "gate.required_tasks=[wikitext]", "data=embedded")
+    monkeypatch.setattr(run_module, "weights_hash", lambda folder: "weights")
+    monkeypatch.setattr(run_module, "source_folder", lambda cell, watcher: no_checkpoint)
+    file = run_module.kept_place(pipeline.prepare(config), "weights")
+    file.parent.mkdir(parents=True)
+    file.write_text("{}")
+    with pytest.raises(RecordError, match="notes the last verdicts on the kept documents"):
+        search(config, QuietWatcher())
