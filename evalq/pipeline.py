@@ -532,7 +532,7 @@ def tokenizer_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _making(cell: Prepared) -> dict[str, str]:
+def making(cell: Prepared) -> dict[str, str]:
     """What decides the bytes of the checkpoint beside config and source. Errors: as evalq.quantize.calibration.calibration_text."""
     quant = cell.config.quant
     if quant.origin != "evalq" or is_dummy(cell):
@@ -564,7 +564,7 @@ def reuse_key(cell: Prepared, identity: dict[str, Scalar]) -> str:
     from evalq.measure.engine_settings import SCORER_VERSION
 
     parts = {
-        "made": _making(cell),
+        "made": making(cell),
         "config": config_hash(cell.config),
         "identity": identity,
         "data": {task: [source.label, source.identity] for task, source in cell.sources.items()},

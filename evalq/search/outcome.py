@@ -225,10 +225,12 @@ def recipe_yaml(recipe: QuantConfig, outcome: Outcome) -> str:
         {"defaults": ["base_quant", "_self_"], **{key: data[key] for key in keys}}, sort_keys=False, width=120
     )
     size = (outcome.best_weight_bytes or 0) / MIB
+    warned = any(proof.status == "PASS" and not proof.passed for proof in outcome.final[-1:])
+    verdict = f"{outcome.status}{' with a warning (within the limit, above the target)' if warned else ''}"
     return (
         f"# {recipe.name}: found by evalq search for {outcome.model} on {outcome.gpu}, objective {outcome.objective}.\n"
         f"#\n# Weights  {size:.1f} MiB of {outcome.baseline_weight_bytes / MIB:.1f} MiB in 16 bit\n"
-        f"# Verdict  {outcome.status} on {outcome.final_documents} documents that the search never saw\n"
+        f"# Verdict  {verdict} on {outcome.final_documents} documents that the search never saw\n"
         f"# Run      python -m evalq +model={outcome.model} +quant={recipe.name}   (with this file in conf/quant)\n{body}"
     )
 

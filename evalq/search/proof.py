@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +15,7 @@ from evalq.judge.repeated import confidence_at
 from evalq.measure import data
 from evalq.measure.documents import text_of
 from evalq.measure.launch import WORKER
-from evalq.pipeline import Measured, Prepared, as_baseline, baseline_scheme, judge_cell, measure, prepare
+from evalq.pipeline import Measured, Prepared, as_baseline, baseline_scheme, judge_cell, making, measure, prepare
 from evalq.records import Estimate, Verdict
 from evalq.report.progress import QuietWatcher
 from evalq.search.kept import UNKNOWN, KeptDocuments, Series, text_hash
@@ -118,8 +120,13 @@ class Bench:
         return dataclasses.replace(self.config, quant=quant, gate=gate, tasks=tasks)
 
     def candidate_key(self, quant: QuantConfig) -> str:
-        """The same for the same checkpoint and settings, whatever a search called it."""
-        return config_hash(self.final_config(dataclasses.replace(quant, name="")))
+        """The same for the same checkpoint and settings, whatever a search called it; another calibration text is another.
+
+        Errors: EvalqError for a calibration text that cannot be read.
+        """
+        cell = prepare(self.final_config(dataclasses.replace(quant, name="candidate")))
+        parts = {"config": config_hash(cell.config), "made": making(cell)}
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def verdict(self, quant: QuantConfig, kept: KeptDocuments, series: Series) -> tuple[Proof, Verdict | None]:
         """Judge on the kept documents, at the level that is the series'; noted before it is made and when it is made."""

@@ -31,7 +31,10 @@ def test_levels_of_one_search_after_the_other(tmp_path: Path) -> None:
     assert opened(tmp_path, ["z"], "PASS") == (2, 0.1)
     assert opened(tmp_path, ["w"], "INCONCLUSIVE") == (3, 0.15)  # z passed and hands its tenth on
     assert opened(tmp_path, ["v"], "PASS", documents=["d", "e"]) == (1, 0.8)  # other documents
-    assert opened(tmp_path, ["u"], "PASS", documents=["c", "d"]) == (5, 0.0375)  # shares c with the first, d with the last
+    assert opened(tmp_path, ["u"], "PASS", documents=["c", "d"]) == (
+        5,
+        0.0375,
+    )  # shares c with the first, d with the last
     assert opened(tmp_path, ["x", "y"], policy="other rules")[0] == 5  # x and y, z, w, u before it
 
 

@@ -358,3 +358,25 @@ def test_damaged_notes_of_last_verdicts_are_found_before_the_search_begins(
     file.write_text("{}")
     with pytest.raises(RecordError, match="notes the last verdicts on the kept documents"):
         search(config, QuietWatcher())
+
+
+def test_another_calibration_text_is_another_candidate_and_another_name_is_not(
+    cell_config: Any, tmp_path: Path, no_checkpoint: Path
+) -> None:
+    file = tmp_path / "text.jsonl"
+    overrides = (
+        "quant.method=gptq",
+        "calibration.source=local",
+        f"calibration.file={file}",
+        "calibration.columns=[text]",
+    )
+
+    def key(text: str, name: str = "w4a16") -> str:
+        file.write_text(json.dumps({"text": text}) + "\n", encoding="utf-8")
+        config = cell_config("w4a16", "data=embedded", *overrides)
+        bench = Bench(config, split_documents(config), QuietWatcher())
+        return bench.candidate_key(dataclasses.replace(config.quant, name=name))
+
+    first = key("one text about ships")
+    assert key("one text about ships", name="found-7") == first
+    assert key("another text about bread") != first
