@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evalq import pipeline
+from evalq import checkpoints
 from evalq.config import RunConfig, parse_share
 from evalq.errors import EXIT_INCONCLUSIVE, EXIT_PASS, EXIT_QUALITY_FAIL, ConfigError
 from evalq.judge.drift import Drift, drift
 from evalq.judge.pairs import DocumentPairs, Tables, document_pairs
 from evalq.measure import data
 from evalq.measure.launch import WORKER
-from evalq.pipeline import Prepared, as_baseline, measure, prepare
+from evalq.pipeline import measure
+from evalq.preparation import Prepared, as_baseline, prepare
 from evalq.quantize.hashing import text_sha256
 from evalq.quantize.saturation import Saturation, saturation, stored_scales
 from evalq.records import write_text
@@ -96,8 +97,8 @@ def _documents(text: Path, column: str, folder: Path) -> Path:
 
 def _scales(cell: Prepared, file: Path, watcher: QuietWatcher) -> tuple[list[Saturation], str]:
     """The ranges of static scales against the new text, fullest layers first."""
-    source = pipeline.source_folder(cell, watcher)
-    scales = stored_scales(pipeline.cell_checkpoint(cell, source, watcher))
+    source = checkpoints.source_folder(cell, watcher)
+    scales = stored_scales(checkpoints.cell_checkpoint(cell, source, watcher))
     if not scales:
         return [], (
             "no scale of this checkpoint depends on text (scales of weights, and activations scaled while running), so there "

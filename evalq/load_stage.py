@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from evalq import pipeline
+from evalq import checkpoints, pipeline
 from evalq.errors import EvalqError, MeasurementError
 from evalq.judge.seal import seal, seal_key
 from evalq.loads.build import joined
@@ -19,7 +19,8 @@ from evalq.loads.results import LoadResult
 from evalq.measure.cells import CellLock, keep_load_files
 from evalq.measure.launch import WORKER, Watcher, run_load_worker
 from evalq.measure.load import short_loads
-from evalq.pipeline import Measured, Prepared
+from evalq.pipeline import Measured
+from evalq.preparation import Prepared
 from evalq.records import RECORD_FILE, Record, read_record, to_json, write_text
 
 
@@ -103,7 +104,7 @@ def _run(
     cell: Prepared, record: Record, work: Path, watcher: Watcher, command: Sequence[str], round_: int
 ) -> LoadResult:
     known = pipeline.identify(cell, watcher)
-    checkpoint = pipeline.cell_checkpoint(cell, known.source, watcher)
+    checkpoint = checkpoints.cell_checkpoint(cell, known.source, watcher)
     spec = pipeline.worker_spec(cell, known, checkpoint, work, record.record_id)
     spec = dataclasses.replace(spec, stage="load", round=round_)
     limits = (cell.config.engine.start_timeout_seconds, cell.config.engine.stall_timeout_seconds)

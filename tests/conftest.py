@@ -56,7 +56,7 @@ def cell_config(tmp_path: Path) -> Callable[..., RunConfig]:
 @pytest.fixture
 def no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Every cell starts from a two-number checkpoint, on a machine that is a CPU."""
-    from evalq import pipeline
+    from evalq import checkpoints, preparation
 
     folder = tiny_safetensors(tmp_path / "checkpoint")
 
@@ -66,7 +66,7 @@ def no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def made(cell: Any, source: Path, watcher: Any) -> Path:
         return source
 
-    monkeypatch.setattr(pipeline, "source_folder", source)
-    monkeypatch.setattr(pipeline, "cell_checkpoint", made)
-    monkeypatch.setattr(pipeline, "detect", lambda: "cpu")
+    monkeypatch.setattr(checkpoints, "source_folder", source)
+    monkeypatch.setattr(checkpoints, "cell_checkpoint", made)
+    monkeypatch.setattr(preparation, "detect", lambda: "cpu")
     return folder

@@ -7,15 +7,15 @@ from pathlib import Path
 
 from stub_worker import TESTS
 
-from evalq import pipeline
+from evalq import checkpoints, preparation
 from evalq.sweep import cell
 
 
 def patch(checkpoint: str, gpu: str = "cpu") -> None:
     """Every cell starts from this checkpoint, on a machine with this device."""
-    pipeline.source_folder = lambda cell, watcher: Path(checkpoint)
-    pipeline.cell_checkpoint = lambda cell, source, watcher: source
-    pipeline.detect = lambda: gpu
+    checkpoints.source_folder = lambda cell, watcher: Path(checkpoint)
+    checkpoints.cell_checkpoint = lambda cell, source, watcher: source
+    preparation.detect = lambda: gpu
 
 
 def cell_command(checkpoint: Path, gpu: str = "cpu") -> tuple[str, ...]:

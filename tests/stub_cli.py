@@ -9,15 +9,15 @@ from pathlib import Path
 from stub_cell import cell_command
 from stub_worker import TESTS
 
-from evalq import pipeline, sweep
+from evalq import checkpoints, preparation, sweep
 from evalq.cli import main
 
 
 def run(checkpoint: str, plan: str, *arguments: str) -> int:
     command = (sys.executable, str(TESTS / "stub_worker.py"), plan)
-    pipeline.source_folder = lambda cell, watcher: Path(checkpoint)
-    pipeline.cell_checkpoint = lambda cell, source, watcher: source
-    pipeline.detect = lambda: "cpu"
+    checkpoints.source_folder = lambda cell, watcher: Path(checkpoint)
+    checkpoints.cell_checkpoint = lambda cell, source, watcher: source
+    preparation.detect = lambda: "cpu"
     sweep.run = functools.partial(sweep.run, command=command, cell_command=cell_command(Path(checkpoint)))
     return main(list(arguments))
 

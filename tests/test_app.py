@@ -19,7 +19,8 @@ from evalq import app
 from evalq.config import GROUPS, QuantConfig, RunConfig
 from evalq.errors import ConfigError
 from evalq.facts.confdir import conf_dir, names
-from evalq.pipeline import baseline_scheme, composed_yaml, effective_scheme, places_of
+from evalq.pipeline import composed_yaml
+from evalq.preparation import baseline_scheme, effective_scheme, places_of
 
 HERE = Path(__file__).parent
 CELL = ["+model=smollm2-135m", "+quant=baseline", "gpu=cpu"]

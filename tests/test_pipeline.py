@@ -11,7 +11,7 @@ import pytest
 import yaml
 from stub_worker import in_process, plan_command, starts
 
-from evalq import pipeline
+from evalq import checkpoints, identity, pipeline, preparation
 from evalq.config import ModelConfig
 from evalq.errors import ConfigError, InfeasibleError, MeasurementError
 from evalq.judge.seal import why_unsealed
@@ -26,7 +26,7 @@ def measured(tmp_path: Path, no_checkpoint: Path, monkeypatch: pytest.MonkeyPatc
     def go(config: Any, reuse: bool = False, **act: Any) -> pipeline.Measured:
         command = plan_command(tmp_path / "stub", act or None)
         monkeypatch.setattr(pipeline, "run_worker", in_process(command))
-        return pipeline.measure(pipeline.prepare(config), QuietWatcher(), command, reuse)
+        return pipeline.measure(preparation.prepare(config), QuietWatcher(), command, reuse)
 
     return go
 
@@ -45,7 +45,7 @@ def test_record_says_what_it_is_of(cell_config: Any, measured: Any, no_checkpoin
     )
     assert record.cell.is_baseline is False
     assert record.fingerprint["model_id"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert record.fingerprint["gpu"] == pipeline.device_name("cpu") != "cpu"
+    assert record.fingerprint["gpu"] == preparation.device_name("cpu") != "cpu"
     composed = yaml.safe_load((done.folder / "config.yaml").read_text())
     assert composed["quant"]["name"] == "fp8-kv"
 
@@ -66,34 +66,34 @@ def test_records_are_sealed_where_there_is_a_key(
     assert "EVALQ_SEAL_KEY" not in launch._environment()
     monkeypatch.setenv("EVALQ_SEAL_KEY", "short")
     with pytest.raises(ConfigError, match="use 16 or more"):
-        pipeline.prepare(config)
+        preparation.prepare(config)
 
 
 def test_a_record_names_the_checkpoint_it_was_measured_on(
     cell_config: Any, measured: Any, no_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cell = pipeline.prepare(cell_config("fp8-kv"))
-    known = pipeline.checkpoint_id(cell, no_checkpoint)
+    cell = preparation.prepare(cell_config("fp8-kv"))
+    known = identity.checkpoint_id(cell, no_checkpoint)
     assert known is not None
     assert known.location == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert known.weights_sha256 == pipeline.identity_of(cell, no_checkpoint)["weights_hash"]
+    assert known.weights_sha256 == identity.identity_of(cell, no_checkpoint)["weights_hash"]
     inside = cell.places.root / "checkpoints" / "x"
     inside.parent.mkdir(parents=True)
     no_checkpoint.rename(inside)
-    assert pipeline.checkpoint_id(cell, inside) == dataclasses.replace(known, location="checkpoints/x")
+    assert identity.checkpoint_id(cell, inside) == dataclasses.replace(known, location="checkpoints/x")
 
 
 def test_identity_follows_weights_tokenizer_and_path(cell_config: Any, no_checkpoint: Path) -> None:
-    cell = pipeline.prepare(cell_config("fp8-kv"))
-    first = pipeline.identity_of(cell, no_checkpoint)
+    cell = preparation.prepare(cell_config("fp8-kv"))
+    first = identity.identity_of(cell, no_checkpoint)
     assert len(str(first["weights_hash"])) == len(str(first["tokenizer_hash"])) == 64
     (no_checkpoint / "tokenizer.json").write_text('{"other": 1}')
-    second = pipeline.identity_of(cell, no_checkpoint)
+    second = identity.identity_of(cell, no_checkpoint)
     assert second["weights_hash"] == first["weights_hash"]
     assert second["tokenizer_hash"] != first["tokenizer_hash"]
     named = dataclasses.replace(cell.config.model, path="/some/where/my-model")
     own = dataclasses.replace(cell, config=dataclasses.replace(cell.config, model=named))
-    assert pipeline.identity_of(own, no_checkpoint)["model_id"] == "my-model"
+    assert identity.identity_of(own, no_checkpoint)["model_id"] == "my-model"
 
 
 def test_renamed_tokenizer_file_is_another_tokenizer(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_renamed_tokenizer_file_is_another_tokenizer(tmp_path: Path) -> None:
     hashes = set()
     for name in ("vocab.json", "merges.txt"):
         (tmp_path / name).write_text("same")
-        hashes.add(pipeline.tokenizer_hash(tmp_path))
+        hashes.add(identity.tokenizer_hash(tmp_path))
         (tmp_path / name).unlink()
     assert len(hashes) == 2
 
@@ -142,36 +142,36 @@ def test_failure_and_full_disk_at_once_is_still_the_failure(
 
 def test_missing_data_and_missing_device_refuse_early(cell_config: Any, no_checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="/nowhere is not a folder"):
-        pipeline.prepare(cell_config("fp8-kv", "data=local", "data.root=/nowhere"))
+        preparation.prepare(cell_config("fp8-kv", "data=local", "data.root=/nowhere"))
     config = cell_config("fp8-kv")
     config.gpu = dataclasses.replace(config.gpu, name="a100-80g")
     with pytest.raises(InfeasibleError):
-        pipeline.prepare(config)
+        preparation.prepare(config)
 
 
 def test_no_task_and_no_load_is_refused(cell_config: Any, no_checkpoint: Path) -> None:
     nothing = ("tasks.perplexity=false", "tasks.hellaswag=false", "tasks.truthfulqa=false", "load=off")
     with pytest.raises(ConfigError, match="no task is switched on"):
-        pipeline.prepare(cell_config("fp8-kv", *nothing))
+        preparation.prepare(cell_config("fp8-kv", *nothing))
 
 
 def test_unknown_checkpoint_folder_is_a_config_error(tmp_path: Path, cell_config: Any) -> None:
-    cell = pipeline.prepare(cell_config("fp8-kv"))
+    cell = preparation.prepare(cell_config("fp8-kv"))
     model = ModelConfig(name="mine", path=str(tmp_path / "missing"), bos="never")
     cell = dataclasses.replace(cell, config=dataclasses.replace(cell.config, model=model))
     with pytest.raises(ConfigError, match="missing"):
-        pipeline.source_folder(cell, QuietWatcher())
+        checkpoints.source_folder(cell, QuietWatcher())
 
 
 def test_baseline_of_a_cell_differs_in_nothing_but_the_scheme(cell_config: Any, no_checkpoint: Path) -> None:
-    cell = pipeline.prepare(cell_config("mixed-4-8"))
-    baseline = pipeline.as_baseline(cell)
+    cell = preparation.prepare(cell_config("mixed-4-8"))
+    baseline = preparation.as_baseline(cell)
     assert baseline.is_baseline
     assert not cell.is_baseline
     restored = dataclasses.replace(baseline.config, quant=cell.config.quant)
     assert restored == cell.config
     assert baseline.predicted["weight_bytes"] > cell.predicted["weight_bytes"]
-    key = {pipeline.reuse_key(c, {"model_id": "x"}) for c in (cell, baseline)}
+    key = {identity.reuse_key(c, {"model_id": "x"}) for c in (cell, baseline)}
     assert len(key) == 2
 
 
@@ -218,10 +218,10 @@ def test_another_calibration_text_under_the_same_name_is_another_measurement(
     text = tmp_path / "mine.jsonl"
     text.write_text('{"page": "one text"}\n', encoding="utf-8")
     given = ("calibration.source=local", f"calibration.file={text}", "calibration.columns=[page]")
-    cell = pipeline.prepare(cell_config("fp8-static", "data=embedded", *given))
+    cell = preparation.prepare(cell_config("fp8-static", "data=embedded", *given))
 
-    def key(cell: pipeline.Prepared) -> str:
-        return pipeline.reuse_key(cell, {"model_id": "x"})
+    def key(cell: preparation.Prepared) -> str:
+        return identity.reuse_key(cell, {"model_id": "x"})
 
     before = key(cell)
     assert key(cell) == before
@@ -230,7 +230,7 @@ def test_another_calibration_text_under_the_same_name_is_another_measurement(
     assert after != before
     monkeypatch.setattr("evalq.quantize.calibrated.CALIBRATOR_VERSION", "next")
     assert key(cell) not in (before, after)
-    plain = pipeline.prepare(cell_config("w4a16"))
+    plain = preparation.prepare(cell_config("w4a16"))
     plainly = key(plain)
     monkeypatch.setattr("evalq.quantize.QUANTIZER_VERSION", "next")
     assert key(plain) != plainly

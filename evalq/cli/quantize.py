@@ -65,8 +65,9 @@ def run(overrides: list[str], out: Path | None) -> None:
 
 def make(config: RunConfig, out: Path | None, progress: Progress | None) -> Path:
     """The checkpoint folder of a composed config; its scheme is checked before the source is fetched."""
+    from evalq.checkpoints import calibrated_checkpoint
     from evalq.config import needs_calibration
-    from evalq.pipeline import calibrated_checkpoint, places_of
+    from evalq.preparation import places_of
     from evalq.quantize import make_checkpoint, make_checkpoint_at, source_checkpoint
     from evalq.quantize.scheme import check_scheme
 

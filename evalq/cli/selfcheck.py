@@ -74,7 +74,8 @@ def question(config: RunConfig) -> RunConfig:
 
 def ask(config: RunConfig, watch: Watcher) -> Measured:
     """Measure the cell whose only product is the answer."""
-    from evalq.pipeline import measure, prepare
+    from evalq.pipeline import measure
+    from evalq.preparation import prepare
 
     return measure(prepare(config), watch)
 

@@ -11,11 +11,13 @@ from pathlib import Path
 
 from evalq.config import QuantConfig, RunConfig, config_hash, parse_share
 from evalq.errors import ConfigError, EvalqError, InfeasibleError, MeasurementError
+from evalq.identity import making
 from evalq.judge.repeated import confidence_at
 from evalq.measure import data
 from evalq.measure.documents import text_of
 from evalq.measure.launch import WORKER
-from evalq.pipeline import Measured, Prepared, as_baseline, baseline_scheme, judge_cell, making, measure, prepare
+from evalq.pipeline import Measured, judge_cell, measure
+from evalq.preparation import Prepared, as_baseline, baseline_scheme, prepare
 from evalq.records import Estimate, Verdict
 from evalq.report.progress import QuietWatcher
 from evalq.search.kept import UNKNOWN, KeptDocuments, Series, text_hash

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from evalq.checkpoints import calibration_windows, source_folder
 from evalq.config import GateConfig, QuantConfig, RunConfig
 from evalq.errors import EXIT_INCONCLUSIVE, EXIT_MEASUREMENT, EXIT_QUALITY_FAIL, ConfigError
 from evalq.facts.gpus import GpuFacts, gpu_facts
@@ -18,9 +19,9 @@ from evalq.facts.options import OPTIONS, SIXTEEN_BIT, Option, options_of
 from evalq.judge.policy import checked_policy, flat_policy
 from evalq.judge.repeated import confidence_at
 from evalq.measure.launch import WORKER
-from evalq.pipeline import Prepared, baseline_scheme, calibration_windows, prepare, source_folder
 from evalq.plan.allocation import Choice
 from evalq.plan.memory import weight_bytes
+from evalq.preparation import Prepared, baseline_scheme, prepare
 from evalq.quantize.hashing import weights_hash
 from evalq.quantize.sensitivity import Question, Sensitivity, sensitivity
 from evalq.quantize.tensors import check_folder

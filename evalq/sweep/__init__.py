@@ -18,7 +18,7 @@ from evalq.config import ExecutorConfig, RunConfig
 from evalq.errors import ConfigError
 from evalq.measure.device import gpu_ids
 from evalq.measure.launch import WORKER
-from evalq.pipeline import Prepared
+from evalq.preparation import Prepared
 from evalq.report.progress import QuietWatcher
 from evalq.sweep.cell import CELL
 from evalq.sweep.check import Checked, cell_key, check_cells

@@ -27,7 +27,8 @@ from evalq.errors import EXIT_INTERRUPTED, ConfigError, MeasurementError
 from evalq.load_stage import measure_with_load
 from evalq.measure.launch import WORKER
 from evalq.measure.worker import die_with_parent
-from evalq.pipeline import identify, prepare
+from evalq.pipeline import identify
+from evalq.preparation import prepare
 from evalq.records import from_mapping
 from evalq.report.live import tail
 from evalq.report.progress import QuietWatcher

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from evalq.config import RunConfig, measured_part
 from evalq.errors import ConfigError, InfeasibleError
-from evalq.pipeline import Prepared, as_baseline, baseline_scheme, effective_scheme, prepare
 from evalq.plan.feasibility import require_feasible
+from evalq.preparation import Prepared, as_baseline, baseline_scheme, effective_scheme, prepare
 from evalq.sweep.results import CellResult
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from evalq.errors import EvalqError, RecordError
 from evalq.measure import data
-from evalq.pipeline import Prepared, as_baseline
+from evalq.preparation import Prepared, as_baseline
 from evalq.records import RECORD_FILE, Record, read_record
 from evalq.sweep.check import Checked
 from evalq.sweep.flow import groups_of

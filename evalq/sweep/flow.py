@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from evalq.errors import ConfigError, EvalqError, InfeasibleError, MeasurementError
 from evalq.judge.floor import aa_floor, read_floor, write_floor
 from evalq.load_stage import load_failure
-from evalq.pipeline import Measured, Prepared, as_baseline, judge_cell
+from evalq.pipeline import Measured, judge_cell
+from evalq.preparation import Prepared, as_baseline
 from evalq.report.progress import QuietWatcher
 from evalq.sweep.check import Checked, baseline_key, cell_key
 from evalq.sweep.jobs import Flow, Job, Outcome, attempt, failure_folder

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from evalq.errors import ConfigError, EvalqError, InfeasibleError, MeasurementError
-from evalq.pipeline import Measured, Prepared, disk_error
+from evalq.pipeline import Measured, disk_error
+from evalq.preparation import Prepared
 
 
 @dataclass(frozen=True)

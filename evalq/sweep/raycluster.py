@@ -24,7 +24,8 @@ from evalq.facts.gpus import detect
 from evalq.measure.cells import find_hinted
 from evalq.measure.device import gpu_ids
 from evalq.measure.launch import WORKER
-from evalq.pipeline import Measured, Places
+from evalq.pipeline import Measured
+from evalq.preparation import Places
 from evalq.records import RECORD_FILE, read_record, sync_folder
 from evalq.sweep.cell import CELL
 from evalq.sweep.jobs import Event, Job, Outcome, known_error

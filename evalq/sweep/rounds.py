@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from evalq.errors import ConfigError
 from evalq.judge.floor import read_floor
 from evalq.load_stage import with_load
-from evalq.pipeline import Measured, Prepared, as_baseline, judge_cell
+from evalq.pipeline import Measured, judge_cell
+from evalq.preparation import Prepared, as_baseline
 from evalq.report.progress import QuietWatcher
 from evalq.sweep.flow import track
 from evalq.sweep.jobs import attempt

@@ -24,13 +24,14 @@ from typing import Any
 import numpy as np
 
 from evalq.app import compose
+from evalq.checkpoints import cell_checkpoint, source_folder
 from evalq.config import RunConfig
 from evalq.loads.figures import median, percentile
 from evalq.measure.engine import engine_arguments, prepare_environment
 from evalq.measure.load import longest_request
 from evalq.measure.serving import Served, serve_flags
 from evalq.measure.serving_load import CLIENT, LoadClient, measure_serving
-from evalq.pipeline import cell_checkpoint, prepare, source_folder
+from evalq.preparation import prepare
 from evalq.report.progress import QuietWatcher
 
 # `vllm bench ...` without the command, which asks for a distribution called vllm.

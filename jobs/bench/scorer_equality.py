@@ -88,8 +88,8 @@ def by_transformers(bench: Bench, requests: list[Any]) -> list[Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from evalq.checkpoints import source_folder
     from evalq.measure.scores import ScoreResult
-    from evalq.pipeline import source_folder
 
     model = AutoModelForCausalLM.from_pretrained(source_folder(bench.cell, bench.watcher), dtype=torch.float32)
     results = []

@@ -86,8 +86,9 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         from evalq.app import compose
+        from evalq.checkpoints import cell_checkpoint, source_folder
         from evalq.measure.engine import Engine
-        from evalq.pipeline import cell_checkpoint, prepare, source_folder
+        from evalq.preparation import prepare
 
         self.arguments = arguments
         self.rows: list[Row] = []

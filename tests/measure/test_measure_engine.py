@@ -15,7 +15,7 @@ from evalq.measure import engine as module
 from evalq.measure.engine import MARGIN_TOKENS, Engine, ScoreRequest, engine_arguments, prepare_environment
 from evalq.measure.hidden import sequence_key
 from evalq.measure.saved import SavedScores
-from evalq.pipeline import prepare
+from evalq.preparation import prepare
 
 
 def test_nothing_that_could_differ_is_left_to_the_engine(cell_config: Any) -> None:

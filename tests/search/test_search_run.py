@@ -15,7 +15,7 @@ import yaml
 from search_cases import UNITS, table
 from stub_worker import in_process, plan_command, starts
 
-from evalq import pipeline
+from evalq import pipeline, preparation
 from evalq.cli import search as cli
 from evalq.config import GateConfig, QuantConfig, RunConfig, config_hash
 from evalq.errors import ConfigError, MeasurementError, RecordError
@@ -82,7 +82,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch, cell_config: Any) -> Callable[...
 
     def prepared(config: RunConfig, watcher: QuietWatcher, command: Any) -> Any:
         bench = Simulated(config, split_documents(config), watcher, command)
-        cell = pipeline.prepare(dataclasses.replace(config, quant=pipeline.baseline_scheme(config)))
+        cell = preparation.prepare(dataclasses.replace(config, quant=preparation.baseline_scheme(config)))
         options = [OPTIONS[name] for name in ("int8", "int4_g32", "int4_g64", "int4_g128")]
         kept = run_module.kept_place(cell, "weights")
         base = QuantConfig(name="base", kv_cache_dtype="bfloat16", ignore=["lm_head"])
@@ -353,7 +353,7 @@ def test_damaged_notes_of_last_verdicts_are_found_before_the_search_begins(
     config = cell_config("baseline", "tasks=perplexity", "gate.required_tasks=[wikitext]", "data=embedded")
     monkeypatch.setattr(run_module, "weights_hash", lambda folder: "weights")
     monkeypatch.setattr(run_module, "source_folder", lambda cell, watcher: no_checkpoint)
-    file = run_module.kept_place(pipeline.prepare(config), "weights")
+    file = run_module.kept_place(preparation.prepare(config), "weights")
     file.parent.mkdir(parents=True)
     file.write_text("{}")
     with pytest.raises(RecordError, match="notes the last verdicts on the kept documents"):

@@ -14,7 +14,7 @@ from stub_cell import cell_command
 from stub_worker import in_process, plan_command, starts
 from tiny_safetensors import tiny_safetensors
 
-from evalq import pipeline, sweep
+from evalq import checkpoints, pipeline, preparation, sweep
 from evalq.measure import device
 from evalq.records import read_record
 from evalq.report.progress import QuietWatcher
@@ -40,10 +40,12 @@ def other_model(config: Any) -> Any:
 def test_a1_second_model_of_a_sweep_is_really_called(
     tmp_path: Path, cell_config: Any, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = pipeline.source_folder
+    first = checkpoints.source_folder
     second = tiny_safetensors(tmp_path / "second", **{"config.json": '{"other": 1}'})
     monkeypatch.setattr(
-        pipeline, "source_folder", lambda cell, w: second if cell.config.model.name == "other-model" else first(cell, w)
+        checkpoints,
+        "source_folder",
+        lambda cell, w: second if cell.config.model.name == "other-model" else first(cell, w),
     )
     configs = [cell_config("fp8-kv"), other_model(cell_config("fp8-kv"))]
     result = run(configs)
@@ -75,7 +77,7 @@ def test_a15_nothing_of_a_small_sweep_leaks_into_the_full_one(tmp_path: Path, ce
 
 def on_gpus(configs: list[Any], monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """These cells are of h100s, of which this machine has `count`."""
-    monkeypatch.setattr(pipeline, "detect", lambda: "h100")
+    monkeypatch.setattr(preparation, "detect", lambda: "h100")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for config in configs:
         config.gpu.name = "h100"
@@ -127,7 +129,7 @@ def test_c5_two_cells_at_once_have_two_gpus_and_each_its_own(
     act = {"act": "record", "seen": str(log)}
     stub = tmp_path / "stub"
     command = plan_command(stub, {**act, "meet": str(stub / "starts")}, baseline=act)
-    assert local_workers([pipeline.prepare(config) for config in configs]) == (2, 2)
+    assert local_workers([preparation.prepare(config) for config in configs]) == (2, 2)
     result = sweep.run(configs, QuietWatcher(), command, cell_command(no_checkpoint, "h100"))
     assert result.done == 3, [str(cell.error) for cell in result.cells]
     spans = [json.loads(line) for line in log.read_text().splitlines()]
@@ -145,11 +147,11 @@ def test_workers_follow_the_gpus_that_a_cell_takes(cell_config: Any, monkeypatch
     monkeypatch.setattr(sweep, "gpu_ids", lambda: list("01234567"))
     configs = [cell_config("fp8-kv", "engine.tensor_parallel_size=3", "gpu.count=3") for _ in range(9)]
     on_gpus(configs, monkeypatch, 8)
-    cells = [pipeline.prepare(config) for config in configs]
+    cells = [preparation.prepare(config) for config in configs]
     assert local_workers(cells) == (8, 2)
     assert local_workers(cells[:1]) == (8, 1), "no more than there are cells"
     configs[0].executor.workers = 1
-    assert local_workers([pipeline.prepare(config) for config in configs]) == (8, 1)
+    assert local_workers([preparation.prepare(config) for config in configs]) == (8, 1)
 
 
 def test_b10_a_cell_is_the_same_measurement_alone_and_after_another(tmp_path: Path, cell_config: Any, run: Any) -> None:
@@ -181,7 +183,7 @@ def test_b10_engine_keeps_compiled_code_apart_by_scheme(tmp_path: Path, cell_con
     from evalq.quantize.shapes import shape_checkpoint
 
     config = cell_config("baseline")
-    folder = shape_checkpoint(config.model, pipeline.baseline_scheme(config), tmp_path / "models")
+    folder = shape_checkpoint(config.model, preparation.baseline_scheme(config), tmp_path / "models")
     done = subprocess.run([sys.executable, "-c", COMPILE_KEYS, str(folder)], capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("KEYS ")]
     assert lines, done.stderr[-2000:]

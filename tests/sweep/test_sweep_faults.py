@@ -17,7 +17,7 @@ import pytest
 from stub_cell import cell_command
 from stub_worker import TESTS, in_process, plan_command, starts
 
-from evalq import pipeline, sweep
+from evalq import checkpoints, identity, pipeline, preparation, sweep
 from evalq.records import read_record, write_text
 from evalq.report.progress import QuietWatcher
 from evalq.sweep.journal import Entry, read_entries, read_plan
@@ -124,7 +124,7 @@ def test_policy_may_change_between_two_starts(tmp_path: Path, run: Any) -> None:
 
 def test_new_versions_are_measured_anew(tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run("fp8-kv", "w4a16")
-    monkeypatch.setattr(pipeline, "installed_versions", lambda: {"vllm": "99.0"})
+    monkeypatch.setattr(identity, "installed_versions", lambda: {"vllm": "99.0"})
     run("fp8-kv", "w4a16")
     assert starts(tmp_path / "stub") == ["baseline", "fp8-kv", "w4a16"] * 2
 
@@ -139,7 +139,7 @@ def test_interrupt_says_what_is_missing(run: Any, monkeypatch: pytest.MonkeyPatc
             raise KeyboardInterrupt
         return source
 
-    monkeypatch.setattr(pipeline, "cell_checkpoint", interrupted)
+    monkeypatch.setattr(checkpoints, "cell_checkpoint", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run("fp8-kv", "w4a16", watcher=told)
     assert any("interrupted with 1 of 2 cells done" in text for text in told.said)
@@ -259,6 +259,6 @@ def test_cell_processes_measure_what_the_asking_process_would(
     cells = [cell_config(name, "executor.workers=2") for name in ("fp8-kv", "w4a16")]
     sweep.run(cells, Told(), command, cell_command(no_checkpoint))
     keys = {read_record(f).reuse_key for f in (tmp_path / "root" / "records").glob("[!.]*/record.json")}
-    prepared = [pipeline.prepare(cell_config(name)) for name in ("fp8-kv", "w4a16")]
-    here = {pipeline.identify(cell, QuietWatcher()).key for cell in (*prepared, pipeline.as_baseline(prepared[0]))}
+    prepared = [preparation.prepare(cell_config(name)) for name in ("fp8-kv", "w4a16")]
+    here = {pipeline.identify(cell, QuietWatcher()).key for cell in (*prepared, preparation.as_baseline(prepared[0]))}
     assert keys == here
