@@ -25,7 +25,7 @@ from evalq.measure.device import check_device_alone, check_device_clean
 from evalq.measure.hidden import GIB, has_store, require_room, store_folder
 from evalq.measure.launch import WORKER, Watcher, run_worker
 from evalq.measure.lease import leased
-from evalq.measure.worker import WorkerSpec
+from evalq.measure.spec import WorkerSpec
 from evalq.preparation import Prepared
 from evalq.records import (
     ESTIMATES_FILE,

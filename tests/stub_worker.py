@@ -132,7 +132,7 @@ def _serve(spec: Any, load: dict[str, Any] | None = None, **settings: Any) -> in
     if load is not None:
         return int(globals()[f"_{load.pop('act')}"](spec, **load))
 
-    from evalq.measure.worker import LOAD_FILE
+    from evalq.measure.spec import LOAD_FILE
 
     found = _served(spec)
     content = {"run_id": spec.run_id, "result": dataclasses.asdict(found)}
@@ -233,7 +233,7 @@ def _note_start(plan_file: str, spec: Any) -> dict[str, Any]:
 
 
 def main(plan_file: str, spec_file: str) -> int:
-    from evalq.measure.worker import read_spec
+    from evalq.measure.spec import read_spec
 
     spec = read_spec(Path(spec_file))
     act = _note_start(plan_file, spec)

@@ -70,7 +70,7 @@ def generate(
     from evalq.identity import cell_names, checkpoint_id, identity_of
     from evalq.measure.launch import WORKER, run_worker
     from evalq.measure.outputs import OUTPUTS_FILE
-    from evalq.measure.worker import WorkerSpec
+    from evalq.measure.spec import WorkerSpec
     from evalq.preparation import prepare
 
     record, folder = located

@@ -14,7 +14,7 @@ from typing import IO, Self
 
 from evalq.errors import RecordError
 from evalq.measure.launch import Watcher
-from evalq.measure.worker import RECORD_FOLDER
+from evalq.measure.spec import RECORD_FOLDER
 from evalq.records import RECORD_FILE, TABLES, Record, read_record, read_table, sync_folder, write_text
 
 CLOCK_SECONDS = 1.0  # records tell their time in whole seconds

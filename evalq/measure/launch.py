@@ -27,7 +27,7 @@ from evalq.errors import (
 )
 from evalq.loads.results import LoadResult
 from evalq.measure.family import MARK, Family, start_guard, stop_guard
-from evalq.measure.worker import LOAD_FILE, RECORD_FOLDER, WorkerSpec
+from evalq.measure.spec import LOAD_FILE, RECORD_FOLDER, WorkerSpec
 from evalq.records import Record, from_mapping, parse_json, read_record, read_table, write_text
 
 WORKER = (sys.executable, "-P", "-m", "evalq.measure.worker")  # -P: files of the current folder are no modules

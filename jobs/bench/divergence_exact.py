@@ -179,7 +179,7 @@ def versions() -> str:
     import torch
     import transformers
 
-    from evalq.measure.worker import engine_version
+    from evalq.measure.environment import engine_version
 
     return (
         f"vllm {engine_version()}, torch {torch.__version__}, transformers {transformers.__version__}, "

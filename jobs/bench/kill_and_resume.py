@@ -26,7 +26,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from evalq.measure.worker import PARTIAL_FOLDER  # noqa: E402
+from evalq.measure.groups import PARTIAL_FOLDER  # noqa: E402
 from evalq.records import Record, read_record, read_table  # noqa: E402
 
 ALWAYS = ["+quant=baseline", "tasks=perplexity", "load=off", "gate.required_tasks=[wikitext]", "tracking=off"]

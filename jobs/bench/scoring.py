@@ -333,7 +333,7 @@ def lm_evals_own(engine: Any, config: Any) -> Any:
 
 
 def engine_version() -> str:
-    from evalq.measure.worker import engine_version as installed
+    from evalq.measure.environment import engine_version as installed
 
     return installed()
 

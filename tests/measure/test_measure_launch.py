@@ -22,7 +22,7 @@ from stub_worker import TESTS, plan_command
 from evalq.errors import ConfigError, EvalqError, InfeasibleError, MeasurementError
 from evalq.measure import family
 from evalq.measure.launch import run_worker
-from evalq.measure.worker import WorkerSpec, read_spec
+from evalq.measure.spec import WorkerSpec, read_spec
 from evalq.records import Cell, Record
 
 

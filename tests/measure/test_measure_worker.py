@@ -6,7 +6,6 @@ import dataclasses
 import io
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -15,7 +14,15 @@ import record_builder as build
 
 from evalq.errors import MeasurementError, RecordError
 from evalq.measure import worker
-from evalq.measure.worker import Events, WorkerSpec
+from evalq.measure.groups import (
+    GroupScores,
+    left_out,
+    read_done,
+    shares_prefixes,
+    stop_on_implausible,
+    write_done,
+)
+from evalq.measure.spec import Events, WorkerSpec
 from evalq.records import Cell, CheckpointId, document_schema, item_schema, read_record, read_table
 
 ROWS = build.baseline_rows(documents=3, items=4)
@@ -31,35 +38,31 @@ def some_tables() -> dict[str, pa.Table]:
 
 
 def test_finished_group_is_taken_up_as_it_was(tmp_path: Path) -> None:
-    worker._write_done(tmp_path, "wikitext", "key", SCORES, IDENTITY, some_tables())
-    found = worker._read_done(tmp_path, "wikitext", "key")
+    write_done(tmp_path, "wikitext", "key", GroupScores(SCORES, IDENTITY, some_tables()))
+    found = read_done(tmp_path, "wikitext", "key")
     assert found is not None
-    scores, identity, tables = found
-    assert scores == SCORES
-    assert identity == IDENTITY
-    assert tables == some_tables()
+    assert found.scores == SCORES
+    assert found.identity == IDENTITY
+    assert found.tables == some_tables()
 
 
 def test_nothing_is_taken_up_from_another_measurement(tmp_path: Path) -> None:
-    worker._write_done(tmp_path, "wikitext", "key", SCORES, IDENTITY, some_tables())
-    assert worker._read_done(tmp_path, "wikitext", "another key") is None
-    assert worker._read_done(tmp_path, "hellaswag", "key") is None
+    write_done(tmp_path, "wikitext", "key", GroupScores(SCORES, IDENTITY, some_tables()))
+    assert read_done(tmp_path, "wikitext", "another key") is None
+    assert read_done(tmp_path, "hellaswag", "key") is None
 
 
 def test_kept_scores_belong_to_these_very_weights() -> None:
     """A checkpoint that was changed between a kill and the next start has scores of its own."""
-    first, second, none = (
-        SimpleNamespace(reuse_key="key", checkpoint_id=made)
-        for made in (CheckpointId("a", "1" * 64, 1), CheckpointId("a", "2" * 64, 1), None)
-    )
-    owners = {worker._owner(spec) for spec in (first, second, none)}  # type: ignore[arg-type]
+    made = (CheckpointId("a", "1" * 64, 1), CheckpointId("a", "2" * 64, 1), None)
+    owners = {spec(reuse_key="key", checkpoint_id=one).owner for one in made}
     assert len(owners) == 3
     assert all(owner.startswith("key") for owner in owners)
 
 
 @pytest.mark.parametrize("damage", ["cut json", "no json", "cut table", "no table", "other field", "no folder"])
 def test_damaged_leftover_is_scored_anew(tmp_path: Path, damage: str) -> None:
-    worker._write_done(tmp_path, "wikitext", "key", SCORES, IDENTITY, some_tables())
+    write_done(tmp_path, "wikitext", "key", GroupScores(SCORES, IDENTITY, some_tables()))
     folder = tmp_path / "done" / "wikitext"
     text = (folder / "scores.json").read_text()
     if damage == "cut json":
@@ -74,24 +77,24 @@ def test_damaged_leftover_is_scored_anew(tmp_path: Path, damage: str) -> None:
         (folder / "scores.json").write_text(text.replace('"window_tokens"', '"windows"'))
     if damage == "no folder":
         folder.rename(tmp_path / "done" / ".wikitext.tmp")
-    assert worker._read_done(tmp_path, "wikitext", "key") is None
+    assert read_done(tmp_path, "wikitext", "key") is None
 
 
 def test_write_over_an_older_leftover(tmp_path: Path) -> None:
     (tmp_path / "done" / ".wikitext.tmp").mkdir(parents=True)
     (tmp_path / "done" / ".wikitext.tmp" / "junk").write_text("x")
-    worker._write_done(tmp_path, "wikitext", "old", SCORES, {}, {})
-    worker._write_done(tmp_path, "wikitext", "key", SCORES, IDENTITY, some_tables())
-    assert worker._read_done(tmp_path, "wikitext", "old") is None
-    assert worker._read_done(tmp_path, "wikitext", "key") is not None
+    write_done(tmp_path, "wikitext", "old", GroupScores(SCORES, {}, {}))
+    write_done(tmp_path, "wikitext", "key", GroupScores(SCORES, IDENTITY, some_tables()))
+    assert read_done(tmp_path, "wikitext", "old") is None
+    assert read_done(tmp_path, "wikitext", "key") is not None
     assert [f.name for f in (tmp_path / "done").iterdir()] == ["wikitext"]
 
 
 def test_nan_never_gets_into_what_is_kept(tmp_path: Path) -> None:
     bad = {"wikitext": dataclasses.replace(SCORES["wikitext"], metrics={"word_perplexity": float("nan")})}
     with pytest.raises(ValueError, match="JSON compliant"):
-        worker._write_done(tmp_path, "wikitext", "key", bad, {}, {})
-    assert worker._read_done(tmp_path, "wikitext", "key") is None
+        write_done(tmp_path, "wikitext", "key", GroupScores(bad, {}, {}))
+    assert read_done(tmp_path, "wikitext", "key") is None
 
 
 def test_record_joins_the_tables_of_all_groups(tmp_path: Path) -> None:
@@ -125,11 +128,11 @@ def test_implausible_baseline_stops_the_run(cell_config: Any, value: float | Non
     scored = {"wikitext": dataclasses.replace(SCORES["wikitext"], metrics={"word_perplexity": value})}
     if stops:
         with pytest.raises(MeasurementError, match="BOS rule") as caught:
-            worker._stop_on_implausible(config, spec(), scored)
+            stop_on_implausible(config, spec(), scored)
         assert caught.value.kind == "data"
     else:
-        worker._stop_on_implausible(config, spec(), scored)
-    worker._stop_on_implausible(config, spec(is_baseline=False), scored)
+        stop_on_implausible(config, spec(), scored)
+    stop_on_implausible(config, spec(is_baseline=False), scored)
 
 
 @pytest.mark.parametrize(
@@ -146,17 +149,17 @@ def test_implausible_baseline_stops_the_run(cell_config: Any, value: float | Non
 def test_prefixes_are_never_shared_through_a_quantised_cache(
     cell_config: Any, quant: str, overrides: list[str], shared: bool
 ) -> None:
-    assert worker.shares_prefixes(cell_config(quant, *overrides)) is shared
+    assert shares_prefixes(cell_config(quant, *overrides)) is shared
 
 
 def test_left_out_counts_what_was_asked_for_and_not_scored() -> None:
     class Task:
         eval_docs = tuple(range(10))
 
-    assert worker._left_out(Task(), None, 10) == 0
-    assert worker._left_out(Task(), 4, 4) == 0
-    assert worker._left_out(Task(), 40, 10) == 0
-    assert worker._left_out(Task(), None, 7) == 3
+    assert left_out(Task(), None, 10) == 0
+    assert left_out(Task(), 4, 4) == 0
+    assert left_out(Task(), 40, 10) == 0
+    assert left_out(Task(), None, 7) == 3
 
 
 def test_progress_lines_are_few_and_the_last_is_sent() -> None:
