@@ -311,7 +311,7 @@ class SearchConfig:
     looks: list[int] = field(
         default_factory=list
     )  # document counts of the search's own gate; empty = thirds of its part
-    max_candidates: int = 6  # checkpoints measured at most
+    max_candidates: int = 6  # mixed checkpoints measured at most, beside the uniform schemes
     uniform: bool = True  # also prove the schemes that give every layer one option
 
 

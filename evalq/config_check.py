@@ -281,6 +281,11 @@ def _check_search(search: SearchConfig) -> list[str]:
     for name in ("sensitivity_samples", "sensitivity_tokens", "max_candidates"):
         if getattr(search, name) <= 0:
             problems.append(f"search.{name}={getattr(search, name)} must be above 0")
+    problems += [
+        f"search.kv_cache_dtypes has {dtype!r}: {nearest(dtype, KV_DTYPES)}"
+        for dtype in search.kv_cache_dtypes
+        if dtype not in KV_DTYPES
+    ]
     try:
         if not 0.0 < parse_share(search.final_share, "search.final_share") < 1.0:
             problems.append(f"search.final_share={search.final_share} must be above 0 % and below 100 %")

@@ -13,7 +13,7 @@ def parser() -> argparse.ArgumentParser:
         "engine with the gate, and give the last verdict on documents that the search never saw. Interrupted, the same "
         "command goes on where it was.",
         epilog="Settings and their defaults: search.objective=memory (or throughput), search.options=[fp8,int8,int4_g32,int4_g64,"
-        "int4_g128], search.method=rtn (gptq, awq, smoothquant, autoround), search.max_candidates=6 (schemes measured), "
+        "int4_g128], search.method=rtn (gptq, awq, smoothquant, autoround), search.max_candidates=6 (mixed checkpoints at most), "
         "search.final_share=50% (of the perplexity documents, kept for the last verdicts); all of them: docs/search.md. Exit code: "
         "0 when a candidate passed its last verdict; else that of the first last verdict (1 fail, 3 inconclusive), 1 or 3 when no "
         "candidate passed the search, 5 if none could be measured. The last line on standard output is one JSON document. "

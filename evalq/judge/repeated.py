@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+LEAST_LEVEL = 1e-4  # below it no interval of a few dozen documents means anything
 FIRST_SHARE = 0.8  # of the error rate: a series that is never repeated should hardly pay for the others
 
 

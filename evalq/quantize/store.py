@@ -20,19 +20,22 @@ SPARE_BYTES = 64 << 20  # left free beside what is written: reports, logs, file 
 
 
 @contextlib.contextmanager
-def locked(target: Path, progress: Progress | None = None) -> Iterator[None]:
-    """Hold the lock of a folder that is to be made. flock: the kernel drops it when its owner dies."""
+def locked(target: Path, progress: Progress | None = None, other: str = "") -> Iterator[None]:
+    """Hold the lock of a folder that is to be made, or of a file. flock: the kernel drops it when its owner dies.
+
+    other: who is waited for, in words; a process that makes the target when empty.
+    """
     with disk_errors(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(target.parent / f".{target.name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        _wait_for_lock(descriptor, target, progress)
+        _wait_for_lock(descriptor, other or f"another process that makes {target.name}", progress)
         yield
     finally:
         os.close(descriptor)
 
 
-def _wait_for_lock(descriptor: int, target: Path, progress: Progress | None) -> None:
+def _wait_for_lock(descriptor: int, other: str, progress: Progress | None) -> None:
     told = False
     while True:
         try:
@@ -40,7 +43,7 @@ def _wait_for_lock(descriptor: int, target: Path, progress: Progress | None) -> 
             return
         except BlockingIOError:
             if progress is not None and not told:
-                progress(0, 1, f"waiting for another process that makes {target.name}")
+                progress(0, 1, f"waiting for {other}")
                 told = True
             time.sleep(LOCK_POLL_SECONDS)
 

@@ -63,6 +63,10 @@ class PlainWatcher(QuietWatcher):
         self.say(f"{label} ...")
 
     def progress(self, done: int, total: int, unit: str) -> None:
+        if done == 0 and unit.startswith(
+            "waiting"
+        ):  # told once by whoever waits; nothing else would be printed meanwhile
+            self.say(unit)
         now = time.monotonic()
         if now - self._last >= PLAIN_EVERY_SECONDS and 0 < done < total:
             self._last = now

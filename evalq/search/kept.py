@@ -1,116 +1,147 @@
-"""Which last verdicts the kept documents have already given: a file per model and device, and the level of the next one.
+"""Which last verdicts the kept documents have already given: a file per checkpoint and device, and the level of the next one.
 
 One last verdict has the gate's error rate. A second search on the same kept documents, with another method or other options,
 would be a second chance, and the tenth would pass by luck. So every series of last verdicts is noted before its first test is
 made, and the next one on any of the same documents is held to a stricter confidence (`evalq.judge.repeated`). The same search
-again is the same series: it gives the same answer at the same level.
+again is the same series: it gives the same answer at the same level. Why so: docs/design/repeated-verdicts.md.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from evalq.errors import RecordError
-from evalq.judge.repeated import level
+from evalq.errors import ConfigError, MeasurementError, RecordError
+from evalq.judge.repeated import LEAST_LEVEL, level
 from evalq.quantize.store import Progress, locked
-from evalq.records import write_text
+from evalq.records import from_mapping, parse_json, write_text
 
-UNKNOWN = "begun"  # a test whose verdict was not noted: evalq was killed while it judged
-NO_LOOK = ("INVALID", "FAILED")  # nothing was learned about the quality
+PASSED = "PASS"
+BEGUN = "begun"  # judged, and its verdict not noted: evalq was killed in between. It counts as a look
 
 
 def text_hash(text: str) -> str:
-    """How a document is known in the file."""
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    """How a document is known: by its letters and digits alone, since blanks and signs change with the detokenizer."""
+    letters = "".join(sign for sign in text.casefold() if sign.isalnum())
+    return hashlib.sha256((letters or text).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 @dataclass
 class Series:
-    """Last verdicts of one search, in its order. `verdicts`: candidate (config hash) -> status, of those that were judged."""
+    """Last verdicts of one search, in its order. A candidate is in `verdicts` from the moment at which it was judged."""
 
-    order: list[str]  # config hashes, gentlest first
-    documents: list[str]  # text hashes
+    order: list[str]  # keys of candidates, gentlest first
+    documents: list[str]  # hashes of the texts, and of the items of tasks whose margins gate
     policy: str  # hash of the gate
     level: float  # part of the gate's error rate
     created_at: str
-    verdicts: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def looked(self) -> bool:
-        return any(status not in NO_LOOK for status in self.verdicts.values())
+    verdicts: dict[str, str] = field(default_factory=dict)  # key of a candidate -> its status or BEGUN
 
     @property
     def passed(self) -> bool:
         """Whether every test of the order was made and passed."""
-        return all(self.verdicts.get(one) == "PASS" for one in self.order)
+        return all(self.verdicts.get(one) == PASSED for one in self.order)
 
 
 @dataclass
 class KeptDocuments:
-    """The file of one model on one device. Use under `kept_documents`, which holds its lock."""
+    """The notes of one checkpoint on one device, in a file. Use it under `kept_documents`, which holds its lock."""
 
     file: Path
     series: list[Series]
 
     def open(self, order: Sequence[str], documents: Sequence[str], policy: str) -> Series:
-        """The series of this order: the one that is noted, or a new one at the level that is left."""
+        """The series of this order: the one that is noted, or a new one (not yet noted) at the level that is left.
+
+        Errors: ConfigError when so little is left that the documents are used up.
+        """
         for one in self.series:
-            if (one.order, one.documents, one.policy) == (list(order), list(documents), policy) and one.looked:
+            if (one.order, one.documents, one.policy) == (list(order), list(documents), policy):
                 return one
-        self.series = [one for one in self.series if one.looked]
-        mine = set(documents)
-        earlier = [one.passed for one in self.series if mine & set(one.documents)]
+        earlier = self.on_same(documents)
+        part = level([one.passed for one in earlier])
+        if part < LEAST_LEVEL:
+            raise ConfigError(
+                f"the documents kept for the last verdict have given {len(earlier)} series of last verdicts, and what is left of "
+                "the error rate is too little to judge by; keep other documents (tasks.perplexity_from, another data set)"
+            )
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        found = Series(list(order), list(documents), policy, level(earlier), now)
-        self.series.append(found)
-        return found
+        return Series(list(order), list(documents), policy, part, now)
+
+    def on_same(self, documents: Sequence[str]) -> list[Series]:
+        """The noted series on any of these documents, or on any of the documents of one that is: in their order."""
+        joined, found = set(documents), [False] * len(self.series)
+        while True:
+            new = [i for i, one in enumerate(self.series) if not found[i] and joined & set(one.documents)]
+            if not new:
+                return [one for one, is_one in zip(self.series, found, strict=True) if is_one]
+            for i in new:
+                found[i] = True
+                joined |= set(self.series[i].documents)
 
     def number(self, series: Series) -> int:
         """Which series on these documents it is, from 1."""
-        mine = set(series.documents)
-        place = next(i for i, one in enumerate(self.series) if one is series)
-        return 1 + sum(1 for one in self.series[:place] if mine & set(one.documents))
+        same = self.on_same(series.documents)
+        return 1 + next((i for i, one in enumerate(same) if one is series), len(same))
 
     def level_of(self, series: Series, candidate: str) -> float:
         """Part of the error rate for one candidate: the series', or that at which an earlier one passed it; a pass stays one."""
         same = [one for one in self.series if (one.documents, one.policy) == (series.documents, series.policy)]
-        return max([series.level, *(one.level for one in same if one.verdicts.get(candidate) == "PASS")])
+        return max([series.level, *(one.level for one in same if one.verdicts.get(candidate) == PASSED)])
 
-    def note(self, series: Series, candidate: str, status: str) -> None:
-        """Write down that a candidate is judged now (UNKNOWN), or how that ended."""
-        if status != UNKNOWN or candidate not in series.verdicts:
+    def begin(self, series: Series, candidate: str) -> str | None:
+        """Note that a candidate is judged now. What was noted of it before in this series; None for the first time."""
+        before = series.verdicts.get(candidate)
+        if before is None:
+            series.verdicts[candidate] = BEGUN
+            self._save(series)
+        return before
+
+    def settle(self, series: Series, candidate: str, status: str | None) -> None:
+        """Note how it ended; None = nothing was seen of its quality, so that it was no look unless an earlier one was."""
+        before = series.verdicts.get(candidate)
+        if status is None and before == BEGUN:
+            del series.verdicts[candidate]
+        elif status is not None and before in (None, BEGUN, PASSED):  # what once did not pass never becomes a pass
             series.verdicts[candidate] = status
-        document = {"series": [asdict(one) for one in self.series]}
+        self._save(series)
+
+    def _save(self, series: Series) -> None:
+        if not any(one is series for one in self.series):
+            self.series.append(series)
+        self.series = [one for one in self.series if one.verdicts]  # a series without a look is as if it had not been
+        document = {"series": [dataclasses.asdict(one) for one in self.series]}
         write_text(self.file, json.dumps(document, indent=1) + "\n")
 
 
 @contextlib.contextmanager
-def kept_documents(folder: Path, name: str, progress: Progress | None = None) -> Iterator[KeptDocuments]:
-    """Hold folder/NAME.json alone: two searches that judge on the same documents go one after the other.
+def kept_documents(file: Path, progress: Progress | None = None) -> Iterator[KeptDocuments]:
+    """Hold the notes alone: two searches that judge on the same documents go one after the other.
 
-    Errors: RecordError for a file that is none of these.
+    Errors: RecordError for a file that is no such notes; MeasurementError(disk) where none can be written.
     """
-    file = folder / f"{name}.json"
-    with locked(file, progress):
+    with locked(file, progress, f"another search that judges on the same kept documents ({file.name})"):
         yield KeptDocuments(file, read_series(file))
 
 
 def read_series(file: Path) -> list[Series]:
     """What is noted; nothing where there is no file. Errors: RecordError for a file that is no such notes."""
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-        found = [Series(**one) for one in data["series"]]
-        if not all(_is_series(one) for one in found):
-            raise ValueError("a series with values of another kind")
+        data = parse_json(file.read_text(encoding="utf-8"), "it")
+        if not isinstance(data, dict) or list(data) != ["series"]:
+            raise RecordError("it holds no series")
+        found: list[Series] = from_mapping(list[Series], data["series"], "series")
+        if not all(0.0 < one.level <= 1.0 and one.documents and one.verdicts for one in found):
+            raise RecordError("a series without a level, documents or verdicts")
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, RecursionError, RecordError) as error:
         raise RecordError(
             f"{file}, which notes the last verdicts on the kept documents, cannot be read ({error}); put back a whole copy, or "
             "move it away and keep other documents for the next last verdict (another data set or tasks.perplexity_from)"
@@ -118,7 +149,15 @@ def read_series(file: Path) -> list[Series]:
     return found
 
 
-def _is_series(one: Series) -> bool:
-    lists = (one.order, one.documents, list(one.verdicts), list(one.verdicts.values()))
-    texts = all(isinstance(item, str) for values in lists for item in values)
-    return texts and isinstance(one.level, float) and 0.0 < one.level <= 1.0 and isinstance(one.created_at, str)
+def require_writable(file: Path) -> None:
+    """Refuse a place where no notes can be kept, before anything is measured. Errors: MeasurementError(disk)."""
+    probe = file.with_name(f".{file.name}.probe")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise MeasurementError(
+            f"last verdicts cannot be noted in {file.parent} ({error.strerror or error}); choose another folder with paths.root",
+            "disk",
+        ) from error

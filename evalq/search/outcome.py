@@ -13,7 +13,7 @@ from typing import Any
 from evalq.config import QuantConfig
 from evalq.quantize.sensitivity import Sensitivity
 from evalq.quantize.units import Unit
-from evalq.records import Estimate, write_text
+from evalq.records import write_text
 from evalq.report.heatmap import heat_map_svg
 from evalq.search.proof import Proof
 
@@ -185,15 +185,13 @@ def markdown(outcome: Outcome, heat: dict[str, Any]) -> str:
 
 
 def _how_final(outcome: Outcome) -> list[str]:
-    """At which confidence the last verdicts were given, and why."""
+    """At which confidence the answer was given, and why."""
     if outcome.final_confidence is None:
         return []
-    text = f"Confidence of the last verdicts: {100 * outcome.final_confidence:g} %"
-    if outcome.final_number == 1:
-        return [f"{text}; a fifth of the gate's error rate is left for further searches on these documents."]
     return [
-        f"{text}: this is series {outcome.final_number} of last verdicts on documents of this set, and all of them together have "
-        "the gate's error rate. Other documents (tasks.perplexity_from, another data set) have all of it."
+        f"Confidence of the last verdict: {100 * outcome.final_confidence:g} %. It is of series {outcome.final_number} on these "
+        "documents; each further one is stricter, so that all together have the gate's error rate. Other documents "
+        "(tasks.perplexity_from, another data set) have all of it."
     ]
 
 
@@ -225,7 +223,8 @@ def recipe_yaml(recipe: QuantConfig, outcome: Outcome) -> str:
         {"defaults": ["base_quant", "_self_"], **{key: data[key] for key in keys}}, sort_keys=False, width=120
     )
     size = (outcome.best_weight_bytes or 0) / MIB
-    warned = any(proof.status == "PASS" and not proof.passed for proof in outcome.final[-1:])
+    passes = [proof for proof in outcome.final if proof.status == "PASS"]  # the last is the recipe's
+    warned = bool(passes) and not passes[-1].passed
     verdict = f"{outcome.status}{' with a warning (within the limit, above the target)' if warned else ''}"
     return (
         f"# {recipe.name}: found by evalq search for {outcome.model} on {outcome.gpu}, objective {outcome.objective}.\n"
@@ -237,8 +236,3 @@ def recipe_yaml(recipe: QuantConfig, outcome: Outcome) -> str:
 
 def _compact(args: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in args.items() if value is not None}
-
-
-def increase_of(estimate: Estimate | None) -> float | None:
-    """The increase as a share; None without one."""
-    return None if estimate is None else estimate.value

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from evalq.config import QuantConfig, RunConfig, config_hash, parse_share
 from evalq.errors import ConfigError, EvalqError, InfeasibleError, MeasurementError
-from evalq.identity import making
+from evalq.judge.gate import EXIT_CODES
 from evalq.judge.repeated import confidence_at
 from evalq.measure import data
 from evalq.measure.documents import text_of
 from evalq.measure.launch import WORKER
-from evalq.pipeline import Measured, judge_cell, measure
+from evalq.pipeline import Measured, identify, judge_cell, measure
 from evalq.preparation import Prepared, as_baseline, baseline_scheme, prepare
-from evalq.records import Estimate, Verdict
+from evalq.records import VERDICT_FILE, Estimate, Verdict, to_json, write_text
 from evalq.report.progress import QuietWatcher
-from evalq.search.kept import UNKNOWN, KeptDocuments, Series, text_hash
+from evalq.search.kept import BEGUN, PASSED, KeptDocuments, Series, text_hash
 
 
 @dataclass(frozen=True)
@@ -31,6 +29,7 @@ class Split:
     final: int
     looks: tuple[int, ...]
     kept: tuple[str, ...] = ()  # hashes of the texts for the last verdict
+    identity: str = ""  # of the data that was divided
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,9 @@ def split_documents(config: RunConfig) -> Split:
             f"{count} documents give {search} to the search and {final} to the final verdict, and the gate wants {least} of "
             "each; raise tasks.perplexity_limit, change search.final_share, or lower gate.min_documents"
         )
-    seen = set(texts[:search])
-    doubled = sum(text in seen for text in texts[search:count])
+    hashes = [text_hash(text) for text in texts[:count]]
+    seen, kept = set(hashes[:search]), hashes[search:]
+    doubled = sum(text in seen for text in kept)
     if doubled:
         raise ConfigError(
             f"{doubled} of the {final} documents kept for the last verdict are the same text as one of the search's; take doubled "
@@ -75,7 +75,7 @@ def split_documents(config: RunConfig) -> Split:
     looks = list(config.search.looks) or [max(least, search // 3), max(least, 2 * search // 3), search]
     if looks[-1] != search or (sorted(set(looks)) != looks and config.search.looks):
         raise ConfigError(f"search.looks={looks} must rise and end at {search}, the documents of the search")
-    return Split(search, final, tuple(sorted(set(looks))), tuple(map(text_hash, texts[search:count])))
+    return Split(search, final, tuple(sorted(set(looks))), tuple(kept), source.identity)
 
 
 @dataclass
@@ -121,52 +121,69 @@ class Bench:
         )
         return dataclasses.replace(self.config, quant=quant, gate=gate, tasks=tasks)
 
-    def candidate_key(self, quant: QuantConfig) -> str:
-        """The same for the same checkpoint and settings, whatever a search called it; another calibration text is another.
+    def kept_items(self) -> list[str]:
+        """What the last verdict is on: the kept texts, and the items of each other task whose margin gates."""
+        gating = sorted(set(self.config.gate.required_margins) - {data.PERPLEXITY})
+        sources = data.find_sources(self.config)
+        return [*self.split.kept, *(f"{task} {sources[task].identity}" for task in gating if task in sources)]
 
-        Errors: EvalqError for a calibration text that cannot be read.
+    def candidate_key(self, quant: QuantConfig) -> str:
+        """The same for the same measurement, whatever a search called it: checkpoint, settings, data, versions.
+
+        Errors: EvalqError when the source checkpoint or a calibration text cannot be read.
         """
-        cell = prepare(self.final_config(dataclasses.replace(quant, name="candidate")))
-        parts = {"config": config_hash(cell.config), "made": making(cell)}
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        config = self.final_config(dataclasses.replace(quant, name="candidate"))
+        try:
+            return identify(prepare(config), QuietWatcher()).key
+        except (ConfigError, InfeasibleError):  # it will be refused; any name will do
+            return config_hash(config)
 
     def verdict(self, quant: QuantConfig, kept: KeptDocuments, series: Series) -> tuple[Proof, Verdict | None]:
-        """Judge on the kept documents, at the level that is the series'; noted before it is made and when it is made."""
-        config = self.final_config(quant)
-        name = self.candidate_key(quant)
+        """Judge on the kept documents, at the level that is the series'. Nothing is shown of them before the look is noted."""
+        config, key = self.final_config(quant), self.candidate_key(quant)
         try:
-            cell, baseline, candidate = self._measure_pair(config, self.split.final)
+            cell, baseline, candidate = self._measure_pair(config, self.split.final, Hushed(self.watcher))
         except _RefusedError as refused:
-            kept.note(series, name, "FAILED")
             return refused.proof, None
-        kept.note(series, name, UNKNOWN)
-        confidence = confidence_at(config.gate.confidence, kept.level_of(series, name))
+        before = kept.begin(series, key)
+        confidence = confidence_at(config.gate.confidence, kept.level_of(series, key))
         gate = dataclasses.replace(cell.config.gate, confidence=confidence)
         held = dataclasses.replace(cell, config=dataclasses.replace(cell.config, gate=gate))
         verdict = judge_cell(held, baseline, candidate)
-        kept.note(series, name, verdict.status)
-        return _proof(verdict, candidate, self.split.final), verdict
+        proof = _proof(verdict, candidate, self.split.final)
+        kept.settle(series, key, verdict.status if proof.estimate or verdict.checks else None)
+        if before in (None, BEGUN, PASSED) or verdict.status != PASSED:
+            return proof, verdict
+        return _first_stands(before, proof, verdict, candidate)
 
     def _judge(self, config: RunConfig, documents: int) -> Proof:
         """Errors: EvalqError when the baseline fails; a candidate that cannot run did not pass."""
         try:
-            cell, baseline, candidate = self._measure_pair(config, documents)
+            cell, baseline, candidate = self._measure_pair(config, documents, self.watcher)
             return _proof(judge_cell(cell, baseline, candidate), candidate, documents)
         except _RefusedError as refused:
             return refused.proof
 
-    def _measure_pair(self, config: RunConfig, documents: int) -> tuple[Prepared, Measured, Measured]:
+    def _measure_pair(
+        self, config: RunConfig, documents: int, watcher: QuietWatcher
+    ) -> tuple[Prepared, Measured, Measured]:
         """Measure baseline and candidate, or take their stored records.
 
-        Errors: _RefusedError for a candidate that cannot run; EvalqError when the baseline fails.
+        Errors: _RefusedError for a candidate that cannot run; EvalqError when the baseline fails, or the data have changed.
         """
         yardstick = as_baseline(prepare(dataclasses.replace(config, quant=baseline_scheme(config))))
-        self.watcher.cell(yardstick.name)
-        baseline = self._measure(measure(yardstick, self.watcher, self.command, reuse=True), documents)
+        found = yardstick.sources[data.PERPLEXITY]
+        if self.split.identity and found.identity != self.split.identity:
+            raise MeasurementError(
+                f"{found.label} changed while the search ran, and which documents were kept is no longer true; run it again",
+                "data",
+            )
+        watcher.cell(yardstick.name)
+        baseline = self._measure(measure(yardstick, watcher, self.command, reuse=True), documents)
         try:
             cell = prepare(config)
-            self.watcher.cell(cell.name)
-            candidate = self._measure(measure(cell, self.watcher, self.command, reuse=True), documents)
+            watcher.cell(cell.name)
+            candidate = self._measure(measure(cell, watcher, self.command, reuse=True), documents)
         except MeasurementError as error:
             if error.kind not in ("unsupported", "engine", "no_kv_room", "oom"):
                 raise  # a full disk or an interruption says nothing about the candidate
@@ -186,12 +203,38 @@ class Bench:
         return measured
 
 
+class Hushed(QuietWatcher):
+    """Shows how far a measurement is, and no score: a last verdict is seen when it has been noted, not before."""
+
+    def __init__(self, shown: QuietWatcher) -> None:
+        self.cell, self.stage, self.progress, self.say = shown.cell, shown.stage, shown.progress, shown.say  # type: ignore[method-assign]
+        self.line = shown.line  # type: ignore[method-assign]
+
+
 class _RefusedError(Exception):
     """A candidate that cannot run."""
 
     def __init__(self, error: EvalqError) -> None:
         super().__init__(str(error))
         self.proof = Proof("FAILED", False, str(error), None, 0, None, None, None, str(error))
+
+
+def _first_stands(status: str, proof: Proof, verdict: Verdict, candidate: Measured) -> tuple[Proof, Verdict]:
+    """A pass of what did not pass before on the same documents, measured anew: the first answer stands."""
+    summary = (
+        f"{status}: a first measurement of this candidate on these documents ended so, and that stands; measured again: "
+        f"{verdict.summary}"
+    )
+    verdict = dataclasses.replace(
+        verdict,
+        status=status if status in EXIT_CODES else "INCONCLUSIVE",
+        exit_code=EXIT_CODES.get(status, EXIT_CODES["INCONCLUSIVE"]),
+        warning=False,
+        summary=summary,
+        reasons=[summary, *verdict.reasons],
+    )
+    write_text(candidate.folder / VERDICT_FILE, to_json(verdict) + "\n")
+    return dataclasses.replace(proof, status=verdict.status, passed=False, summary=summary), verdict
 
 
 def _proof(verdict: Verdict, candidate: Measured, documents: int) -> Proof:

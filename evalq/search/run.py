@@ -17,7 +17,7 @@ from evalq.facts.gpus import GpuFacts, gpu_facts
 from evalq.facts.models import facts_of
 from evalq.facts.options import OPTIONS, SIXTEEN_BIT, Option, options_of
 from evalq.judge.policy import checked_policy, flat_policy
-from evalq.judge.repeated import confidence_at
+from evalq.judge.repeated import LEAST_LEVEL, confidence_at, level
 from evalq.measure.launch import WORKER
 from evalq.plan.allocation import Choice
 from evalq.plan.memory import weight_bytes
@@ -37,7 +37,7 @@ from evalq.search.candidates import (
     unit_bytes,
     unit_seconds,
 )
-from evalq.search.kept import kept_documents, read_series
+from evalq.search.kept import KeptDocuments, kept_documents, read_series, require_writable
 from evalq.search.outcome import Outcome, Tried, remove_outcome, with_front, write_outcome
 from evalq.search.proof import Bench, Proof, split_documents
 
@@ -58,7 +58,7 @@ class State:
     table: list[list[Choice]]
     base: QuantConfig
     bench: Bench
-    kept_file: Path  # notes of the last verdicts on this model and device
+    kept_file: Path  # notes of the last verdicts on this checkpoint and device
     gap: float = 0.0
     tried: list[Tried] = field(default_factory=list)
     proofs: dict[str, Proof] = field(default_factory=dict)
@@ -108,6 +108,7 @@ def search(
 def _prepare(config: RunConfig, watcher: QuietWatcher, command: Sequence[str]) -> State:
     """Everything before the first engine start."""
     checked_policy(config.gate)
+    _refuse(config)
     base = dataclasses.replace(
         baseline_scheme(config), ignore=list(IGNORE), method=config.search.method, origin="checkpoint"
     )
@@ -119,7 +120,8 @@ def _prepare(config: RunConfig, watcher: QuietWatcher, command: Sequence[str]) -
     watcher.cell(f"{config.model.name} search")
     source = source_folder(cell, watcher)
     kept_file = kept_place(cell, weights_hash(source))
-    read_series(kept_file)  # damaged notes are found now, not after the search
+    require_writable(kept_file)  # what is wrong with the notes is found now, not after the search
+    _tell_earlier(KeptDocuments(kept_file, read_series(kept_file)), bench, watcher)
     units = units_of(check_folder(source).values(), IGNORE)
     if not units:
         raise ConfigError(f"{source} has no layer that could be quantised; give a dense or mixture-of-experts model")
@@ -130,9 +132,38 @@ def _prepare(config: RunConfig, watcher: QuietWatcher, command: Sequence[str]) -
 
 
 def kept_place(cell: Prepared, weights: str) -> Path:
-    """Where the last verdicts of a model (by its weights) on a device are noted."""
-    named = hashlib.sha256(f"{weights} {cell.device}".encode()).hexdigest()[:16]
-    return cell.places.root / "search" / "kept" / f"{cell.config.model.name}-{named}.json"
+    """Where the last verdicts of a checkpoint (by its weights, whatever it is called) on a device are noted."""
+    named = hashlib.sha256(f"{weights} {cell.device}".encode()).hexdigest()[:32]
+    return cell.places.root / "search" / "kept" / f"{named}.json"
+
+
+def _tell_earlier(kept: KeptDocuments, bench: Bench, watcher: QuietWatcher) -> None:
+    """Say at the start what a further series of last verdicts on these documents will be held to."""
+    earlier = kept.on_same(bench.kept_items())
+    if not earlier:
+        return
+    part = level([one.passed for one in earlier])
+    held = f"is judged at {100 * confidence_at(bench.config.gate.confidence, part):g} %"
+    if part < LEAST_LEVEL:
+        held = "has nothing left to be judged by: keep other documents (tasks.perplexity_from, another data set)"
+    watcher.say(
+        f"the documents kept for the last verdict have given {len(earlier)} series of last verdicts; another search than "
+        f"theirs {held}"
+    )
+
+
+def _refuse(config: RunConfig) -> None:
+    """What a search cannot do whatever it finds. Errors: ConfigError."""
+    problems = []
+    if config.engine.load_format == "dummy":
+        problems.append("engine.load_format=dummy has random weights and no quality to search by; leave it out")
+    if config.gate.aa_floor:
+        problems.append(
+            "gate.aa_floor=true: a search measures no A/A floor of its documents; search with gate.aa_floor=false, and judge the "
+            "recipe it finds by this gate: python -m evalq +quant=RECIPE"
+        )
+    if problems:
+        raise ConfigError(*problems)
 
 
 def gate_hash(gate: GateConfig) -> str:
@@ -264,7 +295,7 @@ class Last:
     best: Candidate | None = None
     proofs: list[Proof] = field(default_factory=list)
     number: int = 0  # which series of last verdicts on these documents, from 1
-    confidence: float | None = None  # of their intervals
+    confidence: float | None = None  # of the interval of `best`; without one, of the first
 
 
 def _final(state: State, order: list[Candidate]) -> Last:
@@ -273,16 +304,18 @@ def _final(state: State, order: list[Candidate]) -> Last:
     last = Last(*_without_a_pass(state.tried))
     if not order:
         return last
-    with kept_documents(state.kept_file.parent, state.kept_file.stem, bench.watcher.progress) as kept:
+    bench.watcher.stage("final", "last verdicts on the kept documents")
+    with kept_documents(state.kept_file, bench.watcher.progress) as kept:
         keys = [bench.candidate_key(one.quant) for one in order]
-        series = kept.open(keys, bench.split.kept, gate_hash(state.config.gate))
+        series = kept.open(keys, bench.kept_items(), gate_hash(state.config.gate))
         last.number = kept.number(series)
-        last.confidence = confidence_at(state.config.gate.confidence, series.level)
         for one in order:
             bench.watcher.say(f"final verdict of {one.name} on {bench.split.final} documents kept for it")
             proof, verdict = bench.verdict(one.quant, kept, series)
             last.proofs.append(proof)
             found = (verdict.exit_code, verdict.status) if verdict else (EXIT_MEASUREMENT, proof.status)
+            if verdict is not None and (last.best is None or found == (0, PASS_STATUS)):
+                last.confidence = float(str(verdict.policy["confidence"]))
             if found != (0, PASS_STATUS):
                 if last.best is None:
                     last.exit_code, last.status = found

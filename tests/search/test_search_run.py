@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,20 +16,21 @@ import yaml
 from search_cases import UNITS, table
 from stub_worker import in_process, plan_command, starts
 
-from evalq import pipeline, preparation
+from evalq import identity, pipeline, preparation
 from evalq.cli import search as cli
 from evalq.config import GateConfig, QuantConfig, RunConfig, config_hash
 from evalq.errors import ConfigError, MeasurementError, RecordError
 from evalq.facts.gpus import gpu_facts
 from evalq.facts.options import OPTIONS
+from evalq.judge.repeated import confidence_at
 from evalq.records import Estimate, read_record
 from evalq.report.progress import QuietWatcher
 from evalq.search import run as run_module
 from evalq.search import search
 from evalq.search.candidates import Candidate
 from evalq.search.kept import KeptDocuments, Series, kept_documents, read_series
-from evalq.search.outcome import Tried, with_front
-from evalq.search.proof import Bench, Proof, split_documents
+from evalq.search.outcome import Tried, recipe_yaml, with_front
+from evalq.search.proof import Bench, Hushed, Proof, split_documents
 from evalq.search.run import Last, _final, final_order
 
 PASS_NAMES = ("PASS", "FAIL")
@@ -57,10 +59,16 @@ class Simulated(Bench):
         from evalq.judge.gate import no_verdict
 
         answer = self._answer(quant, Simulated.final_factor)
-        kept.note(series, self.candidate_key(quant), answer.status)
+        key = self.candidate_key(quant)
+        kept.begin(series, key)
+        kept.settle(series, key, answer.status)
+        confidence = confidence_at(self.config.gate.confidence, kept.level_of(series, key))
+        made = no_verdict(["x"], dataclasses.replace(self.config.gate, confidence=confidence))
         exit_code = 0 if answer.passed else 1
-        verdict = dataclasses.replace(no_verdict(["x"], self.config.gate), status=answer.status, exit_code=exit_code)
-        return answer, verdict
+        return answer, dataclasses.replace(made, status=answer.status, exit_code=exit_code)
+
+    def candidate_key(self, quant: QuantConfig) -> str:
+        return config_hash(self.final_config(dataclasses.replace(quant, name="candidate")))
 
 
 KLD: dict[str, list[float]] = {}
@@ -136,6 +144,13 @@ def test_a_final_failure_ends_the_order(simulated: Callable[..., RunConfig], tmp
     assert not (tmp_path / "out" / "found-0.yaml").exists()
 
 
+def last_verdict(bench: Bench, file: Path) -> tuple[Proof, Any]:
+    """The last verdict of the config's own scheme, as a series of one."""
+    with kept_documents(file) as notes:
+        series = notes.open([bench.candidate_key(bench.config.quant)], bench.kept_items(), "policy")
+        return bench.verdict(bench.config.quant, notes, series)
+
+
 def named(name: str, cost: float) -> Candidate:
     return Candidate(name, QuantConfig(name), (), 1, cost, 0.0)
 
@@ -168,8 +183,11 @@ def test_the_last_that_passed_in_the_order_is_the_answer(fails_at: int, tmp_path
     asked: list[str] = []
 
     class Judge:
-        split = SimpleNamespace(final=30, kept=("one", "two"))
+        split = SimpleNamespace(final=30)
         watcher = QuietWatcher()
+
+        def kept_items(self) -> list[str]:
+            return ["one", "two"]
 
         def candidate_key(self, quant: QuantConfig) -> str:
             return quant.name
@@ -238,9 +256,7 @@ def test_the_bench_looks_in_turn_and_keeps_the_last_documents(
     bench.prove(config.quant)
     assert starts(tmp_path / "stub") == ["baseline", "w4a16"]  # both records are used again
     assert bench.reused == 2
-    with kept_documents(tmp_path, "kept") as notes:
-        series = notes.open([bench.candidate_key(config.quant)], bench.split.kept, "policy")
-        _, verdict = bench.verdict(config.quant, notes, series)
+    verdict = last_verdict(bench, tmp_path / "kept.json")[1]
     assert verdict is not None
     assert verdict.policy["confidence"] == pytest.approx(0.96)  # the first series has 0.8 of the error rate
     assert [list(one.verdicts.values()) for one in read_series(tmp_path / "kept.json")] == [["FAIL"]]
@@ -336,7 +352,7 @@ def test_a_second_search_on_the_same_kept_documents_is_held_to_more_and_the_same
 ) -> None:
     def last(*overrides: str) -> tuple[int, float | None]:
         outcome, folder = search(simulated(*overrides), QuietWatcher(), tmp_path / "out")
-        assert f"{100 * (outcome.final_confidence or 0):g} %" in (folder / "search.md").read_text()
+        assert f"last verdict: {100 * (outcome.final_confidence or 0):g} %" in (folder / "search.md").read_text()
         return outcome.final_number, outcome.final_confidence
 
     Simulated.final_factor = 50.0  # every last verdict fails
@@ -360,6 +376,96 @@ def test_damaged_notes_of_last_verdicts_are_found_before_the_search_begins(
         search(config, QuietWatcher())
 
 
+def stub_bench(
+    config: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch, watcher: QuietWatcher | None = None, **acts: Any
+) -> Bench:
+    """A bench on a stub engine; every measurement is of 20 documents unless `acts` says otherwise."""
+    command = plan_command(folder, {"act": "record", "documents": 20}, **acts)
+    monkeypatch.setattr(pipeline, "run_worker", in_process(command))
+    return Bench(config, split_documents(config), watcher or QuietWatcher(), command)
+
+
+ONE_TASK = ("gate.required_tasks=[wikitext]", "tasks=perplexity", "data=embedded")
+BAD, GOOD = {"act": "record", "increase": 0.2, "documents": 20}, {"act": "record", "documents": 20}
+
+
+def test_a_candidate_that_failed_does_not_pass_when_it_is_measured_anew(
+    tmp_path: Path, cell_config: Any, no_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = cell_config("w4a16", *ONE_TASK)
+    first, _ = last_verdict(stub_bench(config, tmp_path / "a", monkeypatch, w4a16=BAD), tmp_path / "kept.json")
+    assert first.status == "FAIL"
+    shutil.rmtree(tmp_path / "root" / "records")
+    proof, verdict = last_verdict(stub_bench(config, tmp_path / "b", monkeypatch, w4a16=GOOD), tmp_path / "kept.json")
+    assert (proof.status, proof.passed, verdict.exit_code) == ("FAIL", False, 1)
+    assert "a first measurement of this candidate on these documents ended so" in verdict.summary
+    assert [list(one.verdicts.values()) for one in read_series(tmp_path / "kept.json")] == [["FAIL"]]
+
+
+def test_out_of_memory_after_a_failure_does_not_make_the_look_undone(
+    tmp_path: Path, cell_config: Any, no_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = cell_config("w4a16", *ONE_TASK)
+    last_verdict(stub_bench(config, tmp_path / "a", monkeypatch, w4a16=BAD), tmp_path / "kept.json")
+    shutil.rmtree(tmp_path / "root" / "records")
+    oom = {"act": "fail", "kind": "oom", "message": "no room"}
+    proof, verdict = last_verdict(stub_bench(config, tmp_path / "b", monkeypatch, w4a16=oom), tmp_path / "kept.json")
+    assert (proof.status, verdict) == ("FAILED", None)
+    assert [list(one.verdicts.values()) for one in read_series(tmp_path / "kept.json")] == [["FAIL"]]
+
+
+def test_an_invalid_verdict_that_shows_an_interval_is_a_look(
+    tmp_path: Path, cell_config: Any, no_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = cell_config("w4a16", *ONE_TASK, 'gate.conditions=["output_tokens_per_second@7 >= 97%"]')
+    proof, _ = last_verdict(stub_bench(config, tmp_path / "a", monkeypatch, w4a16=BAD), tmp_path / "kept.json")
+    assert proof.status == "INVALID"
+    assert proof.estimate is not None
+    assert [list(one.verdicts.values()) for one in read_series(tmp_path / "kept.json")] == [["INVALID"]]
+
+
+def test_no_score_of_the_kept_documents_is_shown_before_the_look_is_noted(
+    tmp_path: Path, cell_config: Any, no_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Listening(QuietWatcher):
+        def __init__(self) -> None:
+            self.said: list[str] = []
+            self.scores: list[str] = []
+
+        def scored(self, group: str, metrics: dict[str, Any]) -> None:
+            self.scores.append(group)
+
+        def stage(self, stage: str, label: str) -> None:
+            self.said.append(label)
+
+    watcher = Listening()
+    assert Hushed(watcher).scored("wikitext", {}) is None  # type: ignore[func-returns-value]
+    Hushed(watcher).stage("start", "starting the engine")
+    assert (watcher.said, watcher.scores) == (["starting the engine"], [])
+
+
+def test_data_that_change_while_the_search_runs_end_it(
+    tmp_path: Path, cell_config: Any, no_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "pages.jsonl"
+    pages = [json.dumps({"page": f"page {i} " + "word " * 50}) + "\n" for i in range(66)]
+    file.write_text("".join(pages), encoding="utf-8")
+    config = cell_config("w4a16", *ONE_TASK, f"data.perplexity_file={file}")
+    bench = stub_bench(config, tmp_path / "a", monkeypatch)
+    file.write_text("".join(pages[33:] + pages[:33]), encoding="utf-8")
+    with pytest.raises(MeasurementError, match="changed while the search ran"):
+        last_verdict(bench, tmp_path / "kept.json")
+
+
+def test_the_items_of_a_task_whose_margin_gates_are_kept_items_too(cell_config: Any) -> None:
+    alone, with_margin = (
+        Bench(config, split_documents(config), QuietWatcher()).kept_items()
+        for config in (cell_config("w4a16"), cell_config("w4a16", "gate.required_margins=[hellaswag]"))
+    )
+    assert len(with_margin) == len(alone) + 1
+    assert with_margin[-1].startswith("hellaswag ")
+
+
 def test_another_calibration_text_is_another_candidate_and_another_name_is_not(
     cell_config: Any, tmp_path: Path, no_checkpoint: Path
 ) -> None:
@@ -371,12 +477,46 @@ def test_another_calibration_text_is_another_candidate_and_another_name_is_not(
         "calibration.columns=[text]",
     )
 
-    def key(text: str, name: str = "w4a16") -> str:
+    def key(text: str, name: str = "w4a16", *more: str) -> str:
         file.write_text(json.dumps({"text": text}) + "\n", encoding="utf-8")
-        config = cell_config("w4a16", "data=embedded", *overrides)
+        config = cell_config("w4a16", "data=embedded", *overrides, *more)
         bench = Bench(config, split_documents(config), QuietWatcher())
         return bench.candidate_key(dataclasses.replace(config.quant, name=name))
 
     first = key("one text about ships")
-    assert key("one text about ships", name="found-7") == first
+    assert key("one text about ships", "found-7") == first
     assert key("another text about bread") != first
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(identity, "installed_versions", lambda: {"vllm": "99"})
+        assert key("one text about ships") != first
+
+
+def test_the_notes_know_a_checkpoint_by_its_weights_and_device(cell_config: Any) -> None:
+    cell, renamed = (preparation.prepare(cell_config("baseline", *given)) for given in ((), ("model.name=another",)))
+    assert run_module.kept_place(cell, "weights") == run_module.kept_place(renamed, "weights")
+    assert run_module.kept_place(cell, "weights") != run_module.kept_place(cell, "other weights")
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("engine.load_format=dummy", "random weights and no quality to search by"),
+        ("gate.aa_floor=true", "measures no A/A floor of its documents"),
+    ],
+)
+def test_what_no_search_can_do_is_refused_at_once(cell_config: Any, override: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        search(cell_config("baseline", *ONE_TASK, override), QuietWatcher())
+
+
+def test_an_unknown_kv_dtype_is_refused_at_once(cell_config: Any) -> None:
+    with pytest.raises(ConfigError, match=r"search\.kv_cache_dtypes has 'bogus'"):
+        cell_config("baseline", "search.kv_cache_dtypes=[bogus]")
+
+
+def test_a_recipe_says_when_its_pass_had_a_warning(simulated: Callable[..., RunConfig], tmp_path: Path) -> None:
+    outcome, _ = search(simulated(), QuietWatcher(), tmp_path / "out")
+    warned = dataclasses.replace(outcome, final=[said("PASS", warned=True), said("FAIL")])
+    assert "# Verdict  PASS with a warning" in recipe_yaml(QuantConfig(name="found-1"), warned)
+    plain = dataclasses.replace(outcome, final=[said("PASS"), said("FAIL")])
+    assert "# Verdict  PASS on" in recipe_yaml(QuantConfig(name="found-1"), plain)
