@@ -33,6 +33,8 @@ from evalq.errors import ConfigError
 
 FOLDER_NAME = re.compile(r"\w[\w.+ -]{0,79}")
 
+MOST_CONFIDENT = 0.9999  # beyond it no interval of documents means anything
+
 
 def check(config: RunConfig) -> None:
     """Raise one ConfigError that lists every problem of the config; return when there is none."""
@@ -382,8 +384,8 @@ def check_gate(gate: GateConfig) -> list[str]:
             problems.extend(error.problems)
     if "target" in shares and "limit" in shares and shares["target"] > shares["limit"]:
         problems.append(f"gate.target={gate.target} is above gate.limit={gate.limit}; the target is the stricter one")
-    if not 0.5 < gate.confidence < 1.0:
-        problems.append(f"gate.confidence={gate.confidence} must be above 0.5 and below 1, e.g. 0.95")
+    if not 0.5 < gate.confidence <= MOST_CONFIDENT:
+        problems.append(f"gate.confidence={gate.confidence} must be above 0.5 and {MOST_CONFIDENT} at most, e.g. 0.95")
     if gate.min_documents < 2:
         problems.append(f"gate.min_documents={gate.min_documents} must be 2 or more; one document has no interval")
     if any(look < 2 for look in gate.looks) or sorted(set(gate.looks)) != list(gate.looks):

@@ -61,7 +61,7 @@ def tokenizer_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def making(cell: Prepared) -> dict[str, str]:
+def _making(cell: Prepared) -> dict[str, str]:
     """What decides the bytes of the checkpoint beside config and source. Errors: as evalq.quantize.calibration.calibration_text."""
     quant = cell.config.quant
     if quant.origin != "evalq" or is_dummy(cell):
@@ -93,7 +93,7 @@ def reuse_key(cell: Prepared, identity: dict[str, Scalar]) -> str:
     from evalq.measure.engine_settings import SCORER_VERSION
 
     parts = {
-        "made": making(cell),
+        "made": _making(cell),
         "config": config_hash(cell.config),
         "identity": identity,
         "data": {task: [source.label, source.identity] for task, source in cell.sources.items()},

@@ -269,12 +269,17 @@ def judge_cell(cell: Prepared, baseline: Measured, candidate: Measured, floor: E
 
     gate = cell.config.gate
     verdict = judge(baseline.record, baseline.folder, candidate.record, candidate.folder, gate, floor=floor)
-    write_text(candidate.folder / VERDICT_FILE, to_json(verdict) + "\n")
-    _keep_estimates(baseline, candidate, gate)
+    keep_verdict(candidate, verdict)
+    keep_estimates(baseline, candidate, gate)
     return verdict
 
 
-def _keep_estimates(baseline: Measured, candidate: Measured, gate: GateConfig) -> None:
+def keep_verdict(candidate: Measured, verdict: Verdict) -> None:
+    """Write verdict.json beside the record."""
+    write_text(candidate.folder / VERDICT_FILE, to_json(verdict) + "\n")
+
+
+def keep_estimates(baseline: Measured, candidate: Measured, gate: GateConfig) -> None:
     """What MLflow and the report show besides the verdict; records that cannot be compared have none."""
     from evalq.judge.estimates import paired_estimates, write_estimates
 

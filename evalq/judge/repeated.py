@@ -16,7 +16,7 @@ FIRST_SHARE = 0.8  # of the error rate: a series that is never repeated should h
 
 def share(number: int) -> float:
     """Of the error rate, what the series `number` (from 0) has of its own: 0.8, 0.1, 0.05, ...; the sum is 1."""
-    return FIRST_SHARE if number == 0 else (1.0 - FIRST_SHARE) / 2.0**number
+    return FIRST_SHARE if number == 0 else (1.0 - FIRST_SHARE) * 0.5**number
 
 
 def level(earlier: Sequence[bool]) -> float:

@@ -235,7 +235,7 @@ def _measure_on(
         engine_settings={**settings, "attention_backend": applied.attention_backend},
         applied=applied,
         tasks={name: score for one in done for name, score in one.scores.items()},
-        loads=short_of(results),
+        loads=_in_short(results),
         ledger=dataclasses.replace(ledger, predicted=spec.predicted),
         stage_seconds={name: round(seconds, 3) for name, seconds in events.stage_seconds.items()},
         environment=environment(spec),
@@ -272,7 +272,7 @@ def _measure_load(
         return {load.name: measure_offline(engine, config, work, device, events.progress)}
 
 
-def short_of(results: dict[str, LoadResult]) -> dict[str, Load]:
+def _in_short(results: dict[str, LoadResult]) -> dict[str, Load]:
     """The figures of each load's steps, as a record shows them."""
     from evalq.measure.load import short_loads
 

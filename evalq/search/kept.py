@@ -13,6 +13,8 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import tempfile
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +22,7 @@ from pathlib import Path
 from evalq.errors import ConfigError, MeasurementError, RecordError
 from evalq.judge.repeated import LEAST_LEVEL, level
 from evalq.quantize.store import Progress, locked
-from evalq.records import from_mapping, parse_json, write_text
+from evalq.records import VERDICTS, from_mapping, parse_json, write_text
 
 PASSED = "PASS"
 BEGUN = "begun"  # judged, and its verdict not noted: evalq was killed in between. It counts as a look
@@ -28,7 +30,8 @@ BEGUN = "begun"  # judged, and its verdict not noted: evalq was killed in betwee
 
 def text_hash(text: str) -> str:
     """How a document is known: by its letters and digits alone, since blanks and signs change with the detokenizer."""
-    letters = "".join(sign for sign in text.casefold() if sign.isalnum())
+    plain = unicodedata.normalize("NFKC", text).casefold()
+    letters = "".join(sign for sign in plain if unicodedata.category(sign)[0] in "LNM")  # letters, numbers, their marks
     return hashlib.sha256((letters or text).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
@@ -67,10 +70,7 @@ class KeptDocuments:
         earlier = self.on_same(documents)
         part = level([one.passed for one in earlier])
         if part < LEAST_LEVEL:
-            raise ConfigError(
-                f"the documents kept for the last verdict have given {len(earlier)} series of last verdicts, and what is left of "
-                "the error rate is too little to judge by; keep other documents (tasks.perplexity_from, another data set)"
-            )
+            raise used_up(len(earlier))
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return Series(list(order), list(documents), policy, part, now)
 
@@ -103,13 +103,15 @@ class KeptDocuments:
             self._save(series)
         return before
 
-    def settle(self, series: Series, candidate: str, status: str | None) -> None:
-        """Note how it ended; None = nothing was seen of its quality, so that it was no look unless an earlier one was."""
-        before = series.verdicts.get(candidate)
-        if status is None and before == BEGUN:
-            del series.verdicts[candidate]
-        elif status is not None and before in (None, BEGUN, PASSED):  # what once did not pass never becomes a pass
+    def settle(self, series: Series, candidate: str, status: str) -> None:
+        """Note how it ended. What once did not pass never becomes a pass."""
+        if series.verdicts.get(candidate) in (None, BEGUN, PASSED):
             series.verdicts[candidate] = status
+        self._save(series)
+
+    def withdraw(self, series: Series, candidate: str) -> None:
+        """Take back what `begin` noted for the first time: nothing was shown of the candidate's quality."""
+        del series.verdicts[candidate]
         self._save(series)
 
     def _save(self, series: Series) -> None:
@@ -117,7 +119,10 @@ class KeptDocuments:
             self.series.append(series)
         self.series = [one for one in self.series if one.verdicts]  # a series without a look is as if it had not been
         document = {"series": [dataclasses.asdict(one) for one in self.series]}
-        write_text(self.file, json.dumps(document, indent=1) + "\n")
+        try:
+            write_text(self.file, json.dumps(document, indent=1) + "\n")
+        except OSError as error:
+            raise _unwritable(self.file, error) from error
 
 
 @contextlib.contextmanager
@@ -126,7 +131,12 @@ def kept_documents(file: Path, progress: Progress | None = None) -> Iterator[Kep
 
     Errors: RecordError for a file that is no such notes; MeasurementError(disk) where none can be written.
     """
-    with locked(file, progress, f"another search that judges on the same kept documents ({file.name})"):
+    other = f"another search that judges on the same kept documents ({file.name})"
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(file, progress, other))
+        except (OSError, MeasurementError) as error:
+            raise _unwritable(file, error) from error
         yield KeptDocuments(file, read_series(file))
 
 
@@ -139,6 +149,8 @@ def read_series(file: Path) -> list[Series]:
         found: list[Series] = from_mapping(list[Series], data["series"], "series")
         if not all(0.0 < one.level <= 1.0 and one.documents and one.verdicts for one in found):
             raise RecordError("a series without a level, documents or verdicts")
+        if not {status for one in found for status in one.verdicts.values()} <= {*VERDICTS, BEGUN}:
+            raise RecordError("a verdict of another name")
     except FileNotFoundError:
         return []
     except (OSError, ValueError, RecursionError, RecordError) as error:
@@ -149,15 +161,27 @@ def read_series(file: Path) -> list[Series]:
     return found
 
 
+def used_up(series: int) -> ConfigError:
+    """The refusal of documents that have given so many series that no error rate is left."""
+    return ConfigError(
+        f"the documents kept for the last verdict have given {series} series of last verdicts, and what is left of "
+        "the error rate is too little to judge by; keep other documents (tasks.perplexity_from, another data set)"
+    )
+
+
 def require_writable(file: Path) -> None:
     """Refuse a place where no notes can be kept, before anything is measured. Errors: MeasurementError(disk)."""
-    probe = file.with_name(f".{file.name}.probe")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
     except OSError as error:
-        raise MeasurementError(
-            f"last verdicts cannot be noted in {file.parent} ({error.strerror or error}); choose another folder with paths.root",
-            "disk",
-        ) from error
+        raise _unwritable(file, error) from error
+
+
+def _unwritable(file: Path, error: OSError | MeasurementError) -> MeasurementError:
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return MeasurementError(
+        f"last verdicts cannot be noted in {file.parent} ({reason}); free some space, or choose another folder with paths.root",
+        "disk",
+    )

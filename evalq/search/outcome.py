@@ -189,7 +189,7 @@ def _how_final(outcome: Outcome) -> list[str]:
     if outcome.final_confidence is None:
         return []
     return [
-        f"Confidence of the last verdict: {100 * outcome.final_confidence:g} %. It is of series {outcome.final_number} on these "
+        f"Confidence of the last verdict: {100 * outcome.final_confidence:.10g} %. It is of series {outcome.final_number} on these "
         "documents; each further one is stricter, so that all together have the gate's error rate. Other documents "
         "(tasks.perplexity_from, another data set) have all of it."
     ]

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from evalq.config import QuantConfig, RunConfig, config_hash, parse_share
 from evalq.errors import ConfigError, EvalqError, InfeasibleError, MeasurementError
-from evalq.judge.gate import EXIT_CODES
+from evalq.judge.gate import EXIT_CODES, judge
 from evalq.judge.repeated import confidence_at
 from evalq.measure import data
 from evalq.measure.documents import text_of
 from evalq.measure.launch import WORKER
-from evalq.pipeline import Measured, identify, judge_cell, measure
+from evalq.pipeline import Measured, identify, judge_cell, keep_estimates, keep_verdict, measure
 from evalq.preparation import Prepared, as_baseline, baseline_scheme, prepare
-from evalq.records import VERDICT_FILE, Estimate, Verdict, to_json, write_text
+from evalq.records import Estimate, Verdict
 from evalq.report.progress import QuietWatcher
 from evalq.search.kept import BEGUN, PASSED, KeptDocuments, Series, text_hash
 
@@ -29,7 +29,7 @@ class Split:
     final: int
     looks: tuple[int, ...]
     kept: tuple[str, ...] = ()  # hashes of the texts for the last verdict
-    identity: str = ""  # of the data that was divided
+    identities: Mapping[str, str] = field(default_factory=dict)  # of every task's data when the documents were divided
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Proof:
 
 def split_documents(config: RunConfig) -> Split:
     """How the documents are divided. Errors: ConfigError when there are too few, or they are the hub's."""
-    source = data.find_sources(config).get(data.PERPLEXITY)
+    sources = data.find_sources(config)
+    source = sources.get(data.PERPLEXITY)
     if source is None:
         raise ConfigError("evalq search decides by perplexity; set tasks.perplexity=true")
     if source.file is None:
@@ -64,9 +65,8 @@ def split_documents(config: RunConfig) -> Split:
             f"{count} documents give {search} to the search and {final} to the final verdict, and the gate wants {least} of "
             "each; raise tasks.perplexity_limit, change search.final_share, or lower gate.min_documents"
         )
-    hashes = [text_hash(text) for text in texts[:count]]
-    seen, kept = set(hashes[:search]), hashes[search:]
-    doubled = sum(text in seen for text in kept)
+    seen = {"".join(text.split()) for text in texts[:search]}
+    doubled = sum("".join(text.split()) in seen for text in texts[search:count])
     if doubled:
         raise ConfigError(
             f"{doubled} of the {final} documents kept for the last verdict are the same text as one of the search's; take doubled "
@@ -75,7 +75,9 @@ def split_documents(config: RunConfig) -> Split:
     looks = list(config.search.looks) or [max(least, search // 3), max(least, 2 * search // 3), search]
     if looks[-1] != search or (sorted(set(looks)) != looks and config.search.looks):
         raise ConfigError(f"search.looks={looks} must rise and end at {search}, the documents of the search")
-    return Split(search, final, tuple(sorted(set(looks))), tuple(kept), source.identity)
+    kept = tuple(text_hash(text) for text in texts[search:count])
+    identities = {task: found.identity for task, found in sources.items()}
+    return Split(search, final, tuple(sorted(set(looks))), kept, identities)
 
 
 @dataclass
@@ -130,7 +132,7 @@ class Bench:
     def candidate_key(self, quant: QuantConfig) -> str:
         """The same for the same measurement, whatever a search called it: checkpoint, settings, data, versions.
 
-        Errors: EvalqError when the source checkpoint or a calibration text cannot be read.
+        Errors: EvalqError when the source checkpoint cannot be had.
         """
         config = self.final_config(dataclasses.replace(quant, name="candidate"))
         try:
@@ -148,13 +150,18 @@ class Bench:
         before = kept.begin(series, key)
         confidence = confidence_at(config.gate.confidence, kept.level_of(series, key))
         gate = dataclasses.replace(cell.config.gate, confidence=confidence)
-        held = dataclasses.replace(cell, config=dataclasses.replace(cell.config, gate=gate))
-        verdict = judge_cell(held, baseline, candidate)
-        proof = _proof(verdict, candidate, self.split.final)
-        kept.settle(series, key, verdict.status if proof.estimate or verdict.checks else None)
-        if before in (None, BEGUN, PASSED) or verdict.status != PASSED:
-            return proof, verdict
-        return _first_stands(before, proof, verdict, candidate)
+        verdict = judge(baseline.record, baseline.folder, candidate.record, candidate.folder, gate)
+        if not verdict.checks:  # INVALID before anything was compared: it shows nothing, and no estimates are written
+            if before is None:
+                kept.withdraw(series, key)
+        else:
+            kept.settle(series, key, verdict.status)
+        if before not in (None, BEGUN, PASSED, verdict.status):
+            verdict = _first_stands(before, verdict)
+        keep_verdict(candidate, verdict)  # after the notes, so that no file says PASS of what is not one
+        if verdict.checks:
+            keep_estimates(baseline, candidate, gate)
+        return _proof(verdict, candidate, self.split.final), verdict
 
     def _judge(self, config: RunConfig, documents: int) -> Proof:
         """Errors: EvalqError when the baseline fails; a candidate that cannot run did not pass."""
@@ -172,12 +179,13 @@ class Bench:
         Errors: _RefusedError for a candidate that cannot run; EvalqError when the baseline fails, or the data have changed.
         """
         yardstick = as_baseline(prepare(dataclasses.replace(config, quant=baseline_scheme(config))))
-        found = yardstick.sources[data.PERPLEXITY]
-        if self.split.identity and found.identity != self.split.identity:
-            raise MeasurementError(
-                f"{found.label} changed while the search ran, and which documents were kept is no longer true; run it again",
-                "data",
-            )
+        for task, found in yardstick.sources.items():
+            if found.identity != self.split.identities.get(task, found.identity):
+                raise MeasurementError(
+                    f"{found.label} changed while the search ran, so what was kept for the last verdict is not what it was; "
+                    "run it again",
+                    "data",
+                )
         watcher.cell(yardstick.name)
         baseline = self._measure(measure(yardstick, watcher, self.command, reuse=True), documents)
         try:
@@ -219,22 +227,16 @@ class _RefusedError(Exception):
         self.proof = Proof("FAILED", False, str(error), None, 0, None, None, None, str(error))
 
 
-def _first_stands(status: str, proof: Proof, verdict: Verdict, candidate: Measured) -> tuple[Proof, Verdict]:
-    """A pass of what did not pass before on the same documents, measured anew: the first answer stands."""
+def _first_stands(status: str, verdict: Verdict) -> Verdict:
+    """The verdict of what did not pass before on the same documents and is measured anew: the earlier answer stands."""
+    status = status if status in EXIT_CODES else "INCONCLUSIVE"
     summary = (
-        f"{status}: a first measurement of this candidate on these documents ended so, and that stands; measured again: "
+        f"{status}: an earlier measurement of this candidate on these documents ended so, and that stands; measured again: "
         f"{verdict.summary}"
     )
-    verdict = dataclasses.replace(
-        verdict,
-        status=status if status in EXIT_CODES else "INCONCLUSIVE",
-        exit_code=EXIT_CODES.get(status, EXIT_CODES["INCONCLUSIVE"]),
-        warning=False,
-        summary=summary,
-        reasons=[summary, *verdict.reasons],
-    )
-    write_text(candidate.folder / VERDICT_FILE, to_json(verdict) + "\n")
-    return dataclasses.replace(proof, status=verdict.status, passed=False, summary=summary), verdict
+    reasons = [summary, *verdict.reasons]
+    code = EXIT_CODES[status]
+    return dataclasses.replace(verdict, status=status, exit_code=code, warning=False, summary=summary, reasons=reasons)
 
 
 def _proof(verdict: Verdict, candidate: Measured, documents: int) -> Proof:

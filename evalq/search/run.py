@@ -16,8 +16,10 @@ from evalq.errors import EXIT_INCONCLUSIVE, EXIT_MEASUREMENT, EXIT_QUALITY_FAIL,
 from evalq.facts.gpus import GpuFacts, gpu_facts
 from evalq.facts.models import facts_of
 from evalq.facts.options import OPTIONS, SIXTEEN_BIT, Option, options_of
+from evalq.judge.complete import required_tasks
 from evalq.judge.policy import checked_policy, flat_policy
 from evalq.judge.repeated import LEAST_LEVEL, confidence_at, level
+from evalq.measure import data
 from evalq.measure.launch import WORKER
 from evalq.plan.allocation import Choice
 from evalq.plan.memory import weight_bytes
@@ -37,7 +39,7 @@ from evalq.search.candidates import (
     unit_bytes,
     unit_seconds,
 )
-from evalq.search.kept import KeptDocuments, kept_documents, read_series, require_writable
+from evalq.search.kept import KeptDocuments, kept_documents, read_series, require_writable, used_up
 from evalq.search.outcome import Outcome, Tried, remove_outcome, with_front, write_outcome
 from evalq.search.proof import Bench, Proof, split_documents
 
@@ -138,17 +140,19 @@ def kept_place(cell: Prepared, weights: str) -> Path:
 
 
 def _tell_earlier(kept: KeptDocuments, bench: Bench, watcher: QuietWatcher) -> None:
-    """Say at the start what a further series of last verdicts on these documents will be held to."""
+    """Say at the start what a further series of last verdicts on these documents will be held to.
+
+    Errors: ConfigError when the documents are used up.
+    """
     earlier = kept.on_same(bench.kept_items())
     if not earlier:
         return
     part = level([one.passed for one in earlier])
-    held = f"is judged at {100 * confidence_at(bench.config.gate.confidence, part):g} %"
     if part < LEAST_LEVEL:
-        held = "has nothing left to be judged by: keep other documents (tasks.perplexity_from, another data set)"
+        raise used_up(len(earlier))
     watcher.say(
         f"the documents kept for the last verdict have given {len(earlier)} series of last verdicts; another search than "
-        f"theirs {held}"
+        f"theirs is judged at {100 * confidence_at(bench.config.gate.confidence, part):.10g} %"
     )
 
 
@@ -161,6 +165,13 @@ def _refuse(config: RunConfig) -> None:
         problems.append(
             "gate.aa_floor=true: a search measures no A/A floor of its documents; search with gate.aa_floor=false, and judge the "
             "recipe it finds by this gate: python -m evalq +quant=RECIPE"
+        )
+    found = data.find_sources(config)
+    missing = [task for task in required_tasks(checked_policy(config.gate)) if task not in found]
+    if missing:
+        problems.append(
+            f"the gate requires {', '.join(missing)}, which this search does not measure, so no last verdict could pass; switch "
+            "them on, or name in gate.required_tasks=[...] what is to be judged"
         )
     if problems:
         raise ConfigError(*problems)

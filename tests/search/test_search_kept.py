@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,25 @@ import pytest
 
 from evalq.errors import ConfigError, MeasurementError, RecordError
 from evalq.report.progress import PlainWatcher
+from evalq.search import kept as kept_module
 from evalq.search.kept import BEGUN, kept_documents, read_series, require_writable, text_hash
 
 DOCUMENTS = ["a", "b", "c"]
+NOTHING = "nothing was shown"
 WHOLE = {
     "order": ["x"], "documents": ["a"], "policy": "p", "level": 0.8, "created_at": "now", "verdicts": {"x": "FAIL"},
 }  # fmt: skip
 
 
-def opened(
-    folder: Path, order: list[str], *statuses: str | None, documents: list[str] = DOCUMENTS, policy: str = "p"
-) -> Any:
+def opened(folder: Path, order: list[str], *statuses: str, documents: list[str] = DOCUMENTS, policy: str = "p") -> Any:
     """Judge the candidates of an order with these answers; (number, level) of the series."""
     with kept_documents(folder / "kept.json") as kept:
         series = kept.open(order, documents, policy)
         for candidate, status in zip(order, statuses, strict=False):
             kept.begin(series, candidate)
-            if status != BEGUN:
+            if status == NOTHING:
+                kept.withdraw(series, candidate)
+            elif status != BEGUN:
                 kept.settle(series, candidate, status)
         return kept.number(series), round(series.level, 6)
 
@@ -47,7 +50,7 @@ def test_levels_of_one_search_after_the_other(tmp_path: Path) -> None:
 
 
 def test_what_showed_nothing_costs_nothing(tmp_path: Path) -> None:
-    assert opened(tmp_path, ["x"], None) == (1, 0.8)
+    assert opened(tmp_path, ["x"], NOTHING) == (1, 0.8)
     assert opened(tmp_path, ["z"], "PASS") == (1, 0.8)
     assert len(read_series(tmp_path / "kept.json")) == 1
 
@@ -55,8 +58,6 @@ def test_what_showed_nothing_costs_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("first", ["FAIL", "INCONCLUSIVE", "INVALID", "PASS", BEGUN])
 def test_a_look_is_never_undone(tmp_path: Path, first: str) -> None:
     opened(tmp_path, ["x"], first)
-    opened(tmp_path, ["x"], None) if first != BEGUN else None  # measured again, and it did not run
-    assert len(read_series(tmp_path / "kept.json")) == 1
     opened(tmp_path, ["x"], "PASS")
     noted = read_series(tmp_path / "kept.json")[0].verdicts["x"]
     assert noted == ("PASS" if first in (BEGUN, "PASS") else first)
@@ -103,6 +104,8 @@ def test_documents_are_used_up_in_one_sentence(tmp_path: Path) -> None:
 def test_a_text_is_known_by_its_letters_whatever_a_detokenizer_does() -> None:
     assert text_hash("The ship , built in 1 @,@ 890 .\n") == text_hash("the ship, built in 1,890.")
     assert text_hash("one ship") != text_hash("two ships")
+    assert text_hash("cafe\u0301") == text_hash("caf\u00e9")
+    assert text_hash("\u0915\u093f") != text_hash("\u0915\u0940")  # two syllables that differ in their vowel mark
     assert text_hash("...") != text_hash("!!!")
 
 
@@ -164,6 +167,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_runs(tmp_path
         json.dumps({"series": [{**WHOLE, "verdicts": {}}]}),
         json.dumps({"series": [{**WHOLE, "documents": "abc"}]}),
         json.dumps({"series": [{**WHOLE, "level": True}]}),
+        json.dumps({"series": [{**WHOLE, "verdicts": {"x": "perhaps"}}]}),
         json.dumps({"series": [{"order": [], "documents": [], "policy": "p", "level": 7.0, "created_at": "now"}]}),
     ],
 )
@@ -172,3 +176,24 @@ def test_damaged_notes_are_refused_in_one_sentence(tmp_path: Path, text: str) ->
     with pytest.raises(RecordError, match=r"cannot be read .* move it away and keep other documents"):
         opened(tmp_path, ["x"], "PASS")
     assert (tmp_path / "kept.json").read_text() == text
+
+
+def test_places_are_tried_by_many_at_once(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: require_writable(tmp_path / "kept" / "x.json"), range(400)))
+    assert list((tmp_path / "kept").iterdir()) == []
+
+
+def test_a_full_disk_is_told_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(kept_module, "write_text", full)
+    with pytest.raises(MeasurementError, match=r"No space left on device.*paths\.root"):
+        opened(tmp_path, ["x"], "PASS")
+    (tmp_path / ".blocked.json.lock").mkdir()
+    with (
+        pytest.raises(MeasurementError, match="last verdicts cannot be noted"),
+        kept_documents(tmp_path / "blocked.json"),
+    ):
+        pass

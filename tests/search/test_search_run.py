@@ -398,7 +398,7 @@ def test_a_candidate_that_failed_does_not_pass_when_it_is_measured_anew(
     shutil.rmtree(tmp_path / "root" / "records")
     proof, verdict = last_verdict(stub_bench(config, tmp_path / "b", monkeypatch, w4a16=GOOD), tmp_path / "kept.json")
     assert (proof.status, proof.passed, verdict.exit_code) == ("FAIL", False, 1)
-    assert "a first measurement of this candidate on these documents ended so" in verdict.summary
+    assert "an earlier measurement of this candidate on these documents ended so" in verdict.summary
     assert [list(one.verdicts.values()) for one in read_series(tmp_path / "kept.json")] == [["FAIL"]]
 
 
@@ -422,6 +422,37 @@ def test_an_invalid_verdict_that_shows_an_interval_is_a_look(
     assert proof.status == "INVALID"
     assert proof.estimate is not None
     assert [list(one.verdicts.values()) for one in read_series(tmp_path / "kept.json")] == [["INVALID"]]
+
+
+def test_a_verdict_that_shows_nothing_is_no_look_and_undoes_none(
+    tmp_path: Path, cell_config: Any, no_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """INVALID before anything was compared: no interval in any file, so nothing is spent; a look of before stays."""
+    config = cell_config("w4a16", "gate.required_tasks=[wikitext,gsm8k]", "tasks=perplexity", "data=embedded")
+    bench = stub_bench(config, tmp_path / "a", monkeypatch)
+    proof, verdict = last_verdict(bench, tmp_path / "kept.json")
+    assert (proof.status, verdict.checks) == ("INVALID", [])
+    assert not (tmp_path / "kept.json").exists() or read_series(tmp_path / "kept.json") == []
+    assert not list((tmp_path / "root" / "records").glob("*/estimates.json"))
+    with kept_documents(tmp_path / "kept.json") as notes:
+        series = notes.open([bench.candidate_key(config.quant)], bench.kept_items(), "policy")
+        notes.begin(series, bench.candidate_key(config.quant))  # killed while it judged
+    last_verdict(bench, tmp_path / "kept.json")
+    assert [list(one.verdicts.values()) for one in read_series(tmp_path / "kept.json")] == [["begun"]]
+
+
+def test_documents_that_are_used_up_are_refused_before_anything_runs(
+    simulated: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    config = simulated()
+    bench = Bench(config, split_documents(config), QuietWatcher())
+    with kept_documents(tmp_path / "kept.json") as notes:
+        for n in range(11):
+            series = notes.open([str(n)], bench.kept_items(), "policy")
+            notes.begin(series, str(n))
+            notes.settle(series, str(n), "FAIL")
+        with pytest.raises(ConfigError, match="have given 11 series"):
+            run_module._tell_earlier(notes, bench, QuietWatcher())
 
 
 def test_no_score_of_the_kept_documents_is_shown_before_the_look_is_noted(
@@ -502,6 +533,7 @@ def test_the_notes_know_a_checkpoint_by_its_weights_and_device(cell_config: Any)
     [
         ("engine.load_format=dummy", "random weights and no quality to search by"),
         ("gate.aa_floor=true", "measures no A/A floor of its documents"),
+        ("gate.required_tasks=[wikitext,hellaswag]", "requires hellaswag, which this search does not measure"),
     ],
 )
 def test_what_no_search_can_do_is_refused_at_once(cell_config: Any, override: str, says: str) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Events(Protocol):
-    """The part of worker.Events that is used here."""
+    """The part of spec.Events that is used here."""
 
     def timed(self, stage: str, label: str) -> Any: ...
 
