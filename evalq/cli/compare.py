@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from evalq.cli.locate import RECORDS_HELP, find_record, records_root
+from evalq.config_check import MOST_CONFIDENT
 from evalq.errors import EXIT_MEASUREMENT, ConfigError, EvalqError, RecordError
 from evalq.judge.compare import Comparison, compare
 from evalq.judge.fidelity import fidelity, token_pairs
@@ -31,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         help=RECORDS_HELP,
     )
     made.add_argument("--tracking-uri", metavar="URI", help="MLflow store of run ids")
-    made.add_argument("--confidence", type=float, default=0.95, help="of the intervals, 0.5 to 1 (default: 0.95)")
+    made.add_argument("--confidence", type=float, default=0.95, help="of the intervals, above 0.5 to 0.9999 (default: 0.95)")
     made.add_argument(
         "--format", choices=("text", "json", "markdown"), default="text", help="what is printed (default: text)"
     )
@@ -54,8 +55,10 @@ def main(argv: list[str]) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if not 0.5 < arguments.confidence < 1.0:
-        raise ConfigError(f"--confidence {arguments.confidence} must be above 0.5 and below 1, e.g. 0.95")
+    if not 0.5 < arguments.confidence <= MOST_CONFIDENT:
+        raise ConfigError(
+            f"--confidence {arguments.confidence} must be above 0.5 and {MOST_CONFIDENT} at most, e.g. 0.95"
+        )
     root = records_root(arguments.records)
     first, second = (find_record(name, root, arguments.tracking_uri) for name in (arguments.first, arguments.second))
     if arguments.keep_floor:
