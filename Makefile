@@ -10,6 +10,11 @@ BIN := $(VENV)/bin
 UV := $(VENV)/uv/bin/uv
 # uv does not read pip's configured find-links, where a CPU wheel of torch may lie.
 export UV_FIND_LINKS ?= $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
+# Nor pip's own certificate, without which an index behind a company's proxy is refused.
+PIP_CERT_FILE := $(or $(PIP_CERT),$(shell $(PYTHON) -m pip config get global.cert 2>/dev/null))
+ifneq ($(PIP_CERT_FILE),)
+export SSL_CERT_FILE ?= $(PIP_CERT_FILE)
+endif
 export EVALQ_DATA ?= $(wildcard $(abspath ../shared/data))
 STAMP := $(VENV)/.installed
 

@@ -32,7 +32,9 @@ def parser() -> argparse.ArgumentParser:
         help=RECORDS_HELP,
     )
     made.add_argument("--tracking-uri", metavar="URI", help="MLflow store of run ids")
-    made.add_argument("--confidence", type=float, default=0.95, help="of the intervals, above 0.5 to 0.9999 (default: 0.95)")
+    made.add_argument(
+        "--confidence", type=float, default=0.95, help="of the intervals, above 0.5 to 0.9999 (default: 0.95)"
+    )
     made.add_argument(
         "--format", choices=("text", "json", "markdown"), default="text", help="what is printed (default: text)"
     )

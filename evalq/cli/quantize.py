@@ -98,9 +98,12 @@ def _with_kv_scales(config: RunConfig, out: Path | None, progress: Progress | No
 
 @contextmanager
 def progress_bar(shown: bool) -> Iterator[Progress | None]:
-    """A bar with the time left on standard error; the stage's name tells what is counted."""
+    """A bar with the time left on standard error, lines where that is no terminal; the stage's name tells what is counted."""
     if not shown:
         yield None
+        return
+    if not sys.stderr.isatty():
+        yield plain_lines()
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -119,6 +122,23 @@ def progress_bar(shown: bool) -> Iterator[Progress | None]:
             bar.update(task, completed=done, total=max(total, 1), description=stage)
 
         yield advance
+
+
+def plain_lines() -> Progress:
+    """A line for each stage, and one every half minute in long ones: for logs and CI."""
+    from evalq.report.progress import PlainWatcher
+
+    watcher, last = PlainWatcher(), ""
+
+    def advance(done: int, total: int, stage: str) -> None:
+        nonlocal last
+        verb = stage.partition(" ")[0].replace("copying", "rounding")
+        if verb != last:
+            watcher.stage("quantize", stage)
+            last = verb
+        watcher.progress(done, total, "steps")
+
+    return advance
 
 
 def print_costs(folder: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from evalq.errors import ConfigError
+
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
@@ -34,8 +36,13 @@ def main(argv: list[str]) -> int:
     from evalq.search import search
     from evalq.search.run import outcome_json
 
-    given = [text for text in args.overrides if not text.lstrip("+").startswith("quant=")]
-    config = compose([*given, "+quant=baseline"])
+    chosen = [text for text in args.overrides if text.lstrip("+~").partition("=")[0].partition("@")[0] == "quant"]
+    if chosen:
+        raise ConfigError(
+            f"{chosen[0]}: the scheme is what a search looks for, from search.options; leave it out, or measure that scheme with "
+            f"python -m evalq"
+        )
+    config = compose([*args.overrides, "+quant=baseline"])
     with watcher(config.progress) as shown:
         outcome, folder = search(config, shown, args.out)
     print((folder / "search.md").read_text(encoding="utf-8").partition("## Sensitivity")[0])

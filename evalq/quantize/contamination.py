@@ -144,9 +144,11 @@ def check_contamination(
     if not found:
         return
     first = found[0]
+    begins = " ".join(texts[first.text].split())[:40]
     more = f", and {len(found) - 1} more texts do as well" if len(found) > 1 else ""
     raise ConfigError(
-        f"calibration text {first.text} of {source} shares {RUN_TOKENS} {first.reading} in a row with {first.document} "
-        f'("{first.excerpt} ..."){more}; a model calibrated on what it is scored on looks better than it is, so choose '
-        "another calibration=NAME or calibration.file, or evaluate on other data"
+        f"calibration text {first.text} of {source} (it begins {begins!r}) shares {RUN_TOKENS} "
+        f'{first.reading} in a row with {first.document} ("{first.excerpt} ..."){more}; '
+        "a model calibrated on what it is scored on looks better than it is, so choose another "
+        "calibration=NAME or calibration.file, or evaluate on other data"
     )

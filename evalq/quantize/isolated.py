@@ -98,7 +98,7 @@ def _install(folder: Path, target: Path, progress: Progress | None) -> None:
     ):
         if progress is not None:
             progress(0, 1, label)
-        code, lines = _run(command, progress)
+        code, lines = _run(command, progress, uv_environment(settings))
         if code != 0:
             raise _cannot_make(lines, target)
 
@@ -139,7 +139,15 @@ def uv_options(settings: dict[str, str]) -> list[str]:
     return options
 
 
-def _run(command: Sequence[str], progress: Progress | None) -> tuple[int, list[str]]:
+def uv_environment(settings: dict[str, str]) -> dict[str, str]:
+    """The environment of the installer: pip's certificate for uv too, which does not read it; its own variable wins."""
+    found = dict(os.environ)
+    if settings.get("cert"):
+        found.setdefault("SSL_CERT_FILE", settings["cert"])
+    return found
+
+
+def _run(command: Sequence[str], progress: Progress | None, env: dict[str, str]) -> tuple[int, list[str]]:
     """Run a program, telling its lines as progress; it dies with this process. Returns exit code and its last lines."""
     process = subprocess.Popen(
         command,
@@ -150,6 +158,7 @@ def _run(command: Sequence[str], progress: Progress | None) -> tuple[int, list[s
         errors="replace",
         start_new_session=True,
         preexec_fn=die_with_parent,
+        env=env,
     )
     lines: list[str] = []
     try:

@@ -78,7 +78,8 @@ def test_short_texts_have_no_runs() -> None:
 
 def test_the_error_names_text_and_document() -> None:
     with pytest.raises(
-        ConfigError, match=r"calibration text 0 of mine\.jsonl shares 50 words in a row with document 4"
+        ConfigError,
+        match=r"calibration text 0 of mine\.jsonl \(it begins '.+'\) shares 50 words in a row with document 4",
     ):
         check_contamination([text(1)], "mine.jsonl", [Document("document 4 of WikiText-2 test", text(1))])
     check_contamination([text(1)], "mine.jsonl", [Document("x", text(2))])

@@ -133,3 +133,11 @@ def test_pip_settings_reach_uv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UV_DEFAULT_INDEX", "https://own")
     assert "https://a/simple" not in isolated.uv_options(given)
     assert isolated.uv_options({}) == []
+
+
+def test_the_installer_is_given_the_certificate_of_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    assert isolated.uv_environment({"cert": "/etc/proxy.pem"})["SSL_CERT_FILE"] == "/etc/proxy.pem"
+    assert "SSL_CERT_FILE" not in isolated.uv_environment({})
+    monkeypatch.setenv("SSL_CERT_FILE", "/own.pem")
+    assert isolated.uv_environment({"cert": "/etc/proxy.pem"})["SSL_CERT_FILE"] == "/own.pem"

@@ -59,3 +59,21 @@ def test_a_damaged_gguf_is_one_sentence(tmp_path: Path) -> None:
     file.write_bytes(b"GGUF" + bytes(3))
     with pytest.raises(MeasurementError, match="no readable GGUF"):
         _bfloat16_bytes(file)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["embedded", "articles"])
+def test_embedded_calibration_text_fills_the_windows_that_its_config_asks_for(source: Path, name: str) -> None:
+    """The first thing a user tries: a calibrated method with the defaults, on the model that evalq brings."""
+    from transformers import AutoTokenizer
+
+    from evalq.app import compose
+    from evalq.quantize.calibration import calibration_text
+    from evalq.quantize.compressor import windows
+
+    given = compose(["+model=smollm2-135m", "+quant=w4a16", "quant.method=gptq", f"calibration={name}"])
+    text = calibration_text(given.calibration, given.data)
+    asked = given.calibration
+    job = {"samples": asked.samples, "length_tokens": asked.length_tokens, "bos": "always", "texts": list(text.texts)}
+    made = windows(AutoTokenizer.from_pretrained(source, local_files_only=True), job)
+    assert [len(window) for window in made] == [asked.length_tokens] * asked.samples

@@ -552,3 +552,8 @@ def test_a_recipe_says_when_its_pass_had_a_warning(simulated: Callable[..., RunC
     assert "# Verdict  PASS with a warning" in recipe_yaml(QuantConfig(name="found-1"), warned)
     plain = dataclasses.replace(outcome, final=[said("PASS"), said("FAIL")])
     assert "# Verdict  PASS on" in recipe_yaml(QuantConfig(name="found-1"), plain)
+
+
+def test_a_scheme_given_to_a_search_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="the scheme is what a search looks for"):
+        cli.main(["+model=smollm2-135m", "+quant=w4a16"])
