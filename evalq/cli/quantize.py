@@ -115,13 +115,18 @@ def progress_bar(shown: bool) -> Iterator[Progress | None]:
 
         def advance(done: int, total: int, stage: str) -> None:
             nonlocal last_verb
-            verb = stage.partition(" ")[0].replace("copying", "rounding")
+            verb = _verb(stage)
             if verb != last_verb:  # the time left is estimated anew for each stage
                 bar.reset(task)
                 last_verb = verb
             bar.update(task, completed=done, total=max(total, 1), description=stage)
 
         yield advance
+
+
+def _verb(stage: str) -> str:
+    """What a stage does, by its first word; copying goes on between the layers that are rounded."""
+    return stage.partition(" ")[0].replace("copying", "rounding")
 
 
 def plain_lines() -> Progress:
@@ -132,7 +137,7 @@ def plain_lines() -> Progress:
 
     def advance(done: int, total: int, stage: str) -> None:
         nonlocal last
-        verb = stage.partition(" ")[0].replace("copying", "rounding")
+        verb = _verb(stage)
         if verb != last:
             watcher.stage("quantize", stage)
             last = verb

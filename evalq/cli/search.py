@@ -36,11 +36,12 @@ def main(argv: list[str]) -> int:
     from evalq.search import search
     from evalq.search.run import outcome_json
 
-    chosen = [text for text in args.overrides if text.lstrip("+~").partition("=")[0].partition("@")[0] == "quant"]
-    if chosen:
+    keys = {text: text.lstrip("+~").partition("=")[0].partition("@")[0] for text in args.overrides}
+    chosen = next((text for text, key in keys.items() if key == "quant" or key.startswith("quant.")), None)
+    if chosen is not None:
         raise ConfigError(
-            f"{chosen[0]}: the scheme is what a search looks for, from search.options; leave it out, or measure that scheme with "
-            f"python -m evalq"
+            f"{chosen}: the scheme is what a search looks for, from search.options and rounded by search.method; leave it out, or "
+            "measure that scheme with python -m evalq"
         )
     config = compose([*args.overrides, "+quant=baseline"])
     with watcher(config.progress) as shown:

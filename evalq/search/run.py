@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -11,14 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from evalq.checkpoints import calibration_windows, source_folder
-from evalq.config import GateConfig, QuantConfig, RunConfig
-from evalq.errors import EXIT_INCONCLUSIVE, EXIT_MEASUREMENT, EXIT_QUALITY_FAIL, ConfigError
+from evalq.config import QuantConfig, RunConfig
+from evalq.errors import EXIT_MEASUREMENT, ConfigError
 from evalq.facts.gpus import GpuFacts, gpu_facts
 from evalq.facts.models import facts_of
 from evalq.facts.options import OPTIONS, SIXTEEN_BIT, Option, options_of
 from evalq.judge.complete import required_tasks
-from evalq.judge.policy import checked_policy, flat_policy
-from evalq.judge.repeated import LEAST_LEVEL, confidence_at, level
+from evalq.judge.policy import checked_policy
 from evalq.measure import data
 from evalq.measure.launch import WORKER
 from evalq.plan.allocation import Choice
@@ -39,11 +37,11 @@ from evalq.search.candidates import (
     unit_bytes,
     unit_seconds,
 )
-from evalq.search.kept import KeptDocuments, kept_documents, read_series, require_writable, used_up
+from evalq.search.kept import PASSED, KeptDocuments, read_series, require_writable
+from evalq.search.last import Last, final_order, judge_last, kept_place, tell_earlier
 from evalq.search.outcome import Outcome, Tried, remove_outcome, with_front, write_outcome
 from evalq.search.proof import Bench, Proof, split_documents
 
-PASS_STATUS = "PASS"
 IGNORE = ["lm_head", "re:.*[.]gate$", "re:.*[.]shared_expert_gate$"]
 
 
@@ -101,7 +99,9 @@ def search(
     rungs = _rungs(state, smallest_uniform)
     passing = [*_bisect(state, rungs), *([smallest_uniform] if smallest_uniform else [])]
     passing = _with_kv(state, passing)
-    last = _final(state, final_order(passing, rungs, state.proofs))
+    last = judge_last(
+        state.bench, state.kept_file, final_order(passing, rungs, state.proofs), [one.proof for one in state.tried]
+    )
     outcome = _outcome(state, last, smallest_uniform)
     write_outcome(folder, outcome, last.best.quant if last.best else None, state.units, state.damages)
     return outcome, folder
@@ -109,7 +109,6 @@ def search(
 
 def _prepare(config: RunConfig, watcher: QuietWatcher, command: Sequence[str]) -> State:
     """Everything before the first engine start."""
-    checked_policy(config.gate)
     _refuse(config)
     base = dataclasses.replace(
         baseline_scheme(config), ignore=list(IGNORE), method=config.search.method, origin="checkpoint"
@@ -123,7 +122,7 @@ def _prepare(config: RunConfig, watcher: QuietWatcher, command: Sequence[str]) -
     source = source_folder(cell, watcher)
     kept_file = kept_place(cell, weights_hash(source))
     require_writable(kept_file)  # what is wrong with the notes is found now, not after the search
-    _tell_earlier(KeptDocuments(kept_file, read_series(kept_file)), bench, watcher)
+    tell_earlier(KeptDocuments(kept_file, read_series(kept_file)), bench, watcher)
     units = units_of(check_folder(source).values(), IGNORE)
     if not units:
         raise ConfigError(f"{source} has no layer that could be quantised; give a dense or mixture-of-experts model")
@@ -131,29 +130,6 @@ def _prepare(config: RunConfig, watcher: QuietWatcher, command: Sequence[str]) -
     costs = _costs(cell.config, units, options, gpu)
     table = choices(units, options, damages, costs)
     return State(cell, gpu, units, options, left_out, damages, table, base, bench, kept_file)
-
-
-def kept_place(cell: Prepared, weights: str) -> Path:
-    """Where the last verdicts of a checkpoint (by its weights, whatever it is called) on a device are noted."""
-    named = hashlib.sha256(f"{weights} {cell.device}".encode()).hexdigest()[:32]
-    return cell.places.root / "search" / "kept" / f"{named}.json"
-
-
-def _tell_earlier(kept: KeptDocuments, bench: Bench, watcher: QuietWatcher) -> None:
-    """Say at the start what a further series of last verdicts on these documents will be held to.
-
-    Errors: ConfigError when the documents are used up.
-    """
-    earlier = kept.on_same(bench.kept_items())
-    if not earlier:
-        return
-    part = level([one.passed for one in earlier])
-    if part < LEAST_LEVEL:
-        raise used_up(len(earlier))
-    watcher.say(
-        f"the documents kept for the last verdict have given {len(earlier)} series of last verdicts; another search than "
-        f"theirs is judged at {100 * confidence_at(bench.config.gate.confidence, part):.10g} %"
-    )
 
 
 def _refuse(config: RunConfig) -> None:
@@ -175,11 +151,6 @@ def _refuse(config: RunConfig) -> None:
         )
     if problems:
         raise ConfigError(*problems)
-
-
-def gate_hash(gate: GateConfig) -> str:
-    """Which rules a verdict was by."""
-    return hashlib.sha256(json.dumps(flat_policy(gate), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _sensitivity(
@@ -283,68 +254,6 @@ def _with_kv(state: State, passing: list[Candidate]) -> list[Candidate]:
     return found
 
 
-def final_order(passing: list[Candidate], rungs: list[Candidate], proofs: dict[str, Proof]) -> list[Candidate]:
-    """In which order candidates are judged on the kept documents: from gentle to small.
-
-    The second cheapest that passed and the cheapest, then those below it that passed with a warning. Fixed by the search's
-    documents alone, so that going on only after a pass needs no correction (fixed-sequence procedure, Maurer, Hothorn and
-    Lehmacher 1995).
-    """
-    least = min((one.cost for one in passing), default=math.inf)
-    warned = [
-        one for one in rungs if one.cost < least and one.name in proofs and proofs[one.name].status == PASS_STATUS
-    ]
-    return [*reversed(passing[:2]), *sorted(warned, key=lambda one: -one.cost)]
-
-
-@dataclass
-class Last:
-    """What the last verdicts said. `best`: the last of the order that passed."""
-
-    exit_code: int
-    status: str
-    best: Candidate | None = None
-    proofs: list[Proof] = field(default_factory=list)
-    number: int = 0  # which series of last verdicts on these documents, from 1
-    confidence: float | None = None  # of the interval of `best`; without one, of the first
-
-
-def _final(state: State, order: list[Candidate]) -> Last:
-    """Judge on documents that nothing has seen, candidate after candidate while each passes; the last that did is the answer."""
-    bench = state.bench
-    last = Last(*_without_a_pass(state.tried))
-    if not order:
-        return last
-    bench.watcher.stage("final", "last verdicts on the kept documents")
-    with kept_documents(state.kept_file, bench.watcher.progress) as kept:
-        keys = [bench.candidate_key(one.quant) for one in order]
-        series = kept.open(keys, bench.kept_items(), gate_hash(state.config.gate))
-        last.number = kept.number(series)
-        for one in order:
-            bench.watcher.say(f"final verdict of {one.name} on {bench.split.final} documents kept for it")
-            proof, verdict = bench.verdict(one.quant, kept, series)
-            last.proofs.append(proof)
-            found = (verdict.exit_code, verdict.status) if verdict else (EXIT_MEASUREMENT, proof.status)
-            if verdict is not None and (last.best is None or found == (0, PASS_STATUS)):
-                last.confidence = float(str(verdict.policy["confidence"]))
-            if found != (0, PASS_STATUS):
-                if last.best is None:
-                    last.exit_code, last.status = found
-                return last
-            last.best, (last.exit_code, last.status) = one, found
-    return last
-
-
-def _without_a_pass(tried: Sequence[Tried]) -> tuple[int, str]:
-    """How a search ends that has nothing for a last verdict. Candidates that could not be measured say nothing of quality."""
-    found = {one.proof.status for one in tried}
-    if found & {"INCONCLUSIVE", "SUSPECT"}:
-        return EXIT_INCONCLUSIVE, "INCONCLUSIVE"
-    if found and found <= {"FAILED", "INVALID"}:
-        return EXIT_MEASUREMENT, "INVALID"
-    return EXIT_QUALITY_FAIL, "FAIL"
-
-
 def _outcome(state: State, last: Last, smallest_uniform: Candidate | None) -> Outcome:
     bench, config = state.bench, state.config
     best, final = last.best, last.proofs
@@ -354,7 +263,7 @@ def _outcome(state: State, last: Last, smallest_uniform: Candidate | None) -> Ou
     if not final and last.exit_code == EXIT_MEASUREMENT:
         summary = f"no candidate could be measured; the first: {state.tried[0].proof.summary}"
     if best is not None and size is not None:
-        passed = [proof for proof in final if proof.status == PASS_STATUS][-1]
+        passed = [proof for proof in final if proof.status == PASSED][-1]
         summary = f"{best.name}: {size / base_size:.1%} of the baseline's weight bytes; {passed.summary}"
     kinds = len({unit.kind for unit in state.units})
     cells = (len(state.options) + 1) ** kinds
